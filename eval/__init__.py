@@ -1,0 +1,1 @@
+"""Measuring: lm-eval tasks, backends, fidelity."""

@@ -1,0 +1,1 @@
+"""Quantizing: numerics, calibration, export and read-back of checkpoints."""

@@ -1,0 +1,1 @@
+"""Recipes: schema, finding, overriding, and the shipped YAML files."""

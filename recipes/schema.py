@@ -1,0 +1,137 @@
+"""The recipe: one YAML file that says what to quantize, how, on what to measure it, and what must hold."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ModelSpec(_Strict):
+    """Where the original model comes from."""
+
+    id: str
+    """Hub id, local folder, or a folder or hub id that holds `gguf_file`."""
+    revision: str | None = None
+    kind: Literal["causal-lm", "flux"] = "causal-lm"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of the weights as loaded and of what stays unquantized in the checkpoint."""
+    gguf_file: str | None = None
+    """A GGUF file in the folder, opened by transformers and dequantized to `dtype`."""
+
+
+class TextSource(_Strict):
+    """A collection of texts: one of ModelOpt's names, a hub data set, or a local file."""
+
+    dataset: str
+    """A name ModelOpt knows (cnn_dailymail), a hub id (openai/gsm8k), or a path to .jsonl or .txt."""
+    name: str | None = None
+    """Configuration of the hub data set."""
+    split: str = "train"
+    field: str | None = None
+    """Column that holds the text; by default the first of text, question, prompt, content that exists."""
+    samples: int = Field(default=512, ge=1)
+
+
+class CalibrationSpec(_Strict):
+    """What the activations are measured on."""
+
+    sources: list[TextSource] = Field(min_length=1)
+    length: int = Field(default=512, ge=2)
+    """Longest text in tokens; longer ones are cut."""
+    batch_size: int = Field(default=8, ge=1)
+    seed: int = 1234
+
+
+class QuantizeSpec(_Strict):
+    """The quantization, in ModelOpt's own words: exactly one of recipe, preset, or quant_cfg."""
+
+    recipe: str | None = None
+    """A ModelOpt recipe by name, such as general/ptq/nvfp4_default-kv_fp8, or the path of one."""
+    preset: str | None = None
+    """A ModelOpt preset: NVFP4_DEFAULT_CFG or nvfp4_default, FP8_DEFAULT_CFG or fp8_default, ..."""
+    quant_cfg: list[dict[str, Any]] | None = None
+    """ModelOpt's ordered list of quantizer entries, inline."""
+    algorithm: str | dict[str, Any] | None = None
+    """ModelOpt's calibration algorithm; only beside an inline quant_cfg."""
+    kv_cache: Literal["fp8", "fp8_cast", "nvfp4", "nvfp4_cast"] | None = None
+    """KV-cache quantizers added to a preset or an inline quant_cfg."""
+    calibration: CalibrationSpec
+
+    @model_validator(mode="after")
+    def _one_of(self) -> QuantizeSpec:
+        given = [key for key in ("recipe", "preset", "quant_cfg") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of recipe, preset, quant_cfg; given: {', '.join(given) or 'none'}")
+        if self.algorithm is not None and self.quant_cfg is None:
+            raise ValueError("algorithm belongs beside an inline quant_cfg; a recipe or preset brings its own")
+        if self.kv_cache is not None and self.recipe is not None:
+            raise ValueError("kv_cache belongs beside a preset or quant_cfg; a ModelOpt recipe says its own")
+        return self
+
+
+class TaskSpec(_Strict):
+    """One lm-eval task or group."""
+
+    task: str
+    num_fewshot: int | None = Field(default=None, ge=0)
+    """None for the task's own number."""
+    limit: int | None = Field(default=None, ge=1)
+    """First questions of each subtask only; None for all. Written into the record; the gate refuses a mismatch."""
+    metric: str | None = None
+    """The metric a verdict looks at, as metric or metric,filter; None for the task's first."""
+    gen_kwargs: dict[str, Any] | None = None
+    """Generation settings over the task's own: max_gen_toks, temperature, ..."""
+
+
+class FidelitySpec(_Strict):
+    """Distance of the candidate's token distributions from the baseline's on a text."""
+
+    source: TextSource
+    window: int = Field(default=2048, ge=2)
+    """Tokens a window."""
+    max_tokens: int | None = Field(default=None, ge=2)
+    """Stop after about so many tokens; None for the whole text."""
+    join: str = "\n"
+    """What is put between the texts of the source."""
+
+
+class EvaluateSpec(_Strict):
+    """What both sides are measured on."""
+
+    backend: Literal["hf"] = "hf"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type to compute in: auto is the model's own on CUDA, and float32 on a CPU."""
+    batch_size: int = Field(default=16, ge=1)
+    max_length: int | None = Field(default=None, ge=2)
+    """Longest input in tokens; None for the model's own."""
+    apply_chat_template: bool = False
+    system_prompt: str | None = None
+    seed: int = 1234
+    tasks: list[TaskSpec] = Field(min_length=1)
+    fidelity: FidelitySpec | None = None
+
+
+class GateSpec(_Strict):
+    """Which policy decides."""
+
+    policy: str = "release"
+    """A shipped policy by name, or the path of one."""
+
+
+class Recipe(_Strict):
+    """A whole recipe. Unknown fields are errors."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    description: str = Field(min_length=1)
+    model: ModelSpec
+    quantize: QuantizeSpec
+    train: None = None
+    evaluate: EvaluateSpec
+    gate: GateSpec = GateSpec()
+    published: str | None = None
+    """Id of a published table to set beside the results."""

@@ -1,0 +1,1 @@
+"""What halfbyte writes to disk and how: errors, atomic files, digests, manifests and evaluation records."""

@@ -1,0 +1,88 @@
+"""Content digests of files, texts, values and model folders, streamed and cached by size and time of change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from halfbyte.records.errors import UserError
+from halfbyte.records.files import write_text
+
+CHUNK = 1 << 22
+
+# What decides a model's answers: weights, configuration, tokenizer and template. Optimizer states, READMEs
+# and our own manifest may change without making another model.
+MODEL_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.gguf",
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "chat_template*",
+)
+
+
+def cache_folder() -> Path:
+    """The folder for what may be kept between runs: $HALFBYTE_CACHE, else ~/.cache/halfbyte."""
+    home = os.environ.get("HALFBYTE_CACHE")
+    return Path(home) if home else Path.home() / ".cache" / "halfbyte"
+
+
+def text_digest(text: str) -> str:
+    """SHA-256 of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def value_digest(value: Any) -> str:
+    """SHA-256 of a JSON value, whatever the order of its keys."""
+    return text_digest(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's content, remembered by its path, size, inode and time of change."""
+    status = path.stat()
+    key = value_digest([str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino])
+    entry = cache_folder() / "digests" / key[:2] / key
+    try:
+        return entry.read_text(encoding="ascii")
+    except OSError:
+        pass
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    try:
+        write_text(entry, digest.hexdigest())
+    except (OSError, UserError):
+        pass  # the cache saves time and nothing else; a read-only home must not stop a run
+    return digest.hexdigest()
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a model folder that decide its answers, sorted by name."""
+    found = {path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
+    return sorted(found)
+
+
+def model_digest(folder: Path) -> str:
+    """SHA-256 over the names and contents of a model folder's files, or of a single model file.
+
+    Raises:
+        UserError: when there is no such folder or nothing in it is part of a model.
+    """
+    if folder.is_file():
+        return file_digest(folder)
+    files = model_files(folder)
+    if not files:
+        raise UserError(f"{folder} holds no model", "a model folder has config.json and *.safetensors, or a .gguf file")
+    return value_digest([[path.name, file_digest(path)] for path in files])

@@ -1,0 +1,62 @@
+"""The one error class for a user's mistake: a line that says what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+
+EXIT_BAD_INPUT = 2
+
+
+class UserError(Exception):
+    """A mistake the user can mend; printed as one line without a traceback, exit code 2.
+
+    Args:
+        message: What is wrong, naming the offending value.
+        hint: What to do about it, a command where there is one.
+    """
+
+    exit_code = EXIT_BAD_INPUT
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message} ({self.hint})"
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
+    """The error for a name that is not in a list: names the nearest and then all the known ones.
+
+    >>> print(unknown_name("preset", "nvfp5", ["fp8", "nvfp4"]))
+    unknown preset 'nvfp5' (did you mean 'nvfp4'? known: fp8, nvfp4)
+    """
+    names = sorted(known)
+    near = get_close_matches(name, names, n=1, cutoff=0.5)
+    listing = f"known: {', '.join(names)}" if names else "none is known here"
+    hint = f"did you mean '{near[0]}'? {listing}" if near else listing
+    return UserError(f"unknown {kind} '{name}'", hint)
+
+
+@contextmanager
+def disk_full_is_a_user_error(path: Path) -> Iterator[None]:
+    """Turns "no space left on device" while writing below `path` into a UserError.
+
+    safetensors reports it as its own exception type with the operating system's text, hence the look
+    at the message.
+    """
+    try:
+        yield
+    except Exception as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or "No space left on device" in str(error) or "os error 28" in str(error):
+            raise UserError(
+                f"no space left on the disk while writing {path}",
+                "free some space or choose another --output, then run the same command again; finished stages are kept",
+            ) from error
+        raise

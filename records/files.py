@@ -1,0 +1,110 @@
+"""Atomic files and folders: what is under its final name is whole, whatever was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from halfbyte.records.errors import UserError, disk_full_is_a_user_error
+
+PARTIAL = ".partial"
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes renames inside `folder` durable (POSIX: a rename is on disk once its directory is)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes `content` under `path` by temporary file, fsync and rename; creates the folder."""
+    with disk_full_is_a_user_error(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes 0600, which colleagues could not read
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes UTF-8 text atomically."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def dumps(value: Any) -> str:
+    """JSON as this project writes it: indented, sorted, non-ASCII kept, no NaN.
+
+    Raises:
+        ValueError: for NaN and infinities, which are no JSON and would not be read back by other tools.
+    """
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` as JSON atomically."""
+    write_text(path, dumps(value))
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+        UserError: when it is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}", "restore it or delete it to have it made again") from None
+
+
+@contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """Gives a fresh folder to write into and renames it to `final` once the block has ended well.
+
+    What an earlier, killed attempt left is removed first; after an error nothing is left under either name.
+    An existing `final` is replaced only at the end.
+    """
+    partial = final.with_name(final.name + PARTIAL)
+    with disk_full_is_a_user_error(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            for path in sorted(partial.rglob("*")):
+                if path.is_file():
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+            if final.exists():
+                old = final.with_name(final.name + ".old")
+                shutil.rmtree(old, ignore_errors=True)
+                os.replace(final, old)
+                os.replace(partial, final)
+                shutil.rmtree(old)
+            else:
+                os.replace(partial, final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        fsync_folder(final.parent)

@@ -1,0 +1,1 @@
+"""Comparing and deciding: pairing, statistics, policies, tables and reports."""
