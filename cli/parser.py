@@ -1,0 +1,204 @@
+"""The commands and their options; what a recipe can say has no option of its own (--set reaches every field)."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter, _SubParsersAction
+from pathlib import Path
+
+from halfbyte import __version__
+
+# What argparse calls the object that add_subparsers returns has no public name.
+Commands = _SubParsersAction  # type: ignore[type-arg]
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+FORMATS = ("text", "markdown", "json", "html")
+
+EXIT_CODES = "exit codes: 0 done or pass, 1 fail, 2 bad input, 3 inconclusive, 130 interrupted"
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of the whole command line; `module` in its result names the module that has the command's `run`."""
+    parser = ArgumentParser(
+        prog="halfbyte",
+        description="Quantize a language model to FP4 or FP8, see what it cost in accuracy, and decide on its release.",
+        epilog=f"examples:\n  halfbyte recipes\n  halfbyte run demo-fp8 demo-nvfp4\n\n{EXIT_CODES}",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"halfbyte {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_quantize(commands)
+    _add_eval(commands)
+    _add_compare(commands)
+    _add_gate(commands)
+    _add_recipes(commands)
+    return parser
+
+
+def _command(commands: Commands, name: str, module: str, summary: str, examples: str) -> ArgumentParser:
+    """A subcommand with the options that every command has."""
+    parser: ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(module=module)
+    parser.add_argument("--quiet", action="store_true", help="no progress and no log on stderr, warnings excepted")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+    return parser
+
+
+def _positive(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return number
+
+
+def _natural(text: str) -> int:
+    """A whole number of at least 0."""
+    return 0 if text.strip() == "0" else _positive(text)
+
+
+def _add_set(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="override one field of the recipe, such as evaluate.tasks.0.limit=100; may be given several times",
+    )
+
+
+def _add_work(parser: ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default cuda where there is one")
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        metavar="DIR",
+        help="folder laid out like the hub where data sets are looked up first; by default $HALFBYTE_DATA",
+    )
+
+
+def _add_run(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "run",
+        "run",
+        "do the whole line for each recipe: quantize, verify, evaluate both sides, compare, decide",
+        "  halfbyte run demo-fp8 demo-nvfp4\n"
+        "  halfbyte run smollm2-135m-nvfp4 --data-root DATA --limit 100\n"
+        "  halfbyte run demo-fp8 --dry-run",
+    )
+    parser.add_argument("recipe", nargs="+", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
+    _add_set(parser)
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs"), metavar="DIR", help="each recipe gets a folder in it (runs)"
+    )
+    parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N questions of every task")
+    _add_work(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--force", action="store_true", help="do it all again, replacing what is in the output folder")
+
+
+def _add_quantize(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "quantize",
+        "quantize",
+        "make a checkpoint from a model and a recipe",
+        "  halfbyte quantize demo-nvfp4 --output out/nvfp4\n"
+        "  halfbyte quantize demo-fp8 --model path/to/model --output out/fp8 --dry-run",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
+    parser.add_argument("--model", metavar="ID_OR_PATH", help="another model than the recipe's")
+    _add_set(parser)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the checkpoint")
+    _add_work(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--force", action="store_true", help="replace what is in the output folder")
+
+
+def _add_eval(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "eval",
+        "evaluate",
+        "evaluate a model or an exported checkpoint on lm-eval tasks",
+        "  halfbyte eval models/SmolLM2-135M-Instruct --tasks smoke --output out/bf16\n"
+        "  halfbyte eval out/nvfp4 --tasks arc_easy,gsm8k --limit 100 --data-root DATA --output out/nvfp4-eval",
+    )
+    parser.add_argument("model", metavar="MODEL", help="hub id, model folder or exported checkpoint")
+    parser.add_argument("--tasks", required=True, metavar="A,B", help="lm-eval tasks or groups, and `smoke`")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for results and samples")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N questions of every task")
+    parser.add_argument(
+        "--num-fewshot", type=_natural, metavar="N", help="examples in the prompt; the task's own if absent"
+    )
+    parser.add_argument("--batch-size", type=_positive, default=16, metavar="N", help="questions at once (16)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="type to compute in (auto)")
+    parser.add_argument("--apply-chat-template", action="store_true", help="put prompts into the model's chat template")
+    parser.add_argument(
+        "--max-length", type=_positive, metavar="N", help="longest input in tokens; the model's own if absent"
+    )
+    _add_work(parser)
+
+
+def _add_sides(parser: ArgumentParser, several: bool) -> None:
+    parser.add_argument("baseline", type=Path, metavar="BASELINE", help="evaluation folder of the original model")
+    parser.add_argument(
+        "candidate",
+        type=Path,
+        metavar="CANDIDATE",
+        nargs="+" if several else None,
+        help="evaluation folder of the quantized model",
+    )
+
+
+def _add_compare(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "compare",
+        "compare",
+        "compare evaluations question by question; never fails on a loss",
+        "  halfbyte compare out/bf16 out/fp8 out/nvfp4\n"
+        "  halfbyte compare out/bf16 out/nvfp4 --format html --output report",
+    )
+    _add_sides(parser, several=True)
+    parser.add_argument("--policy", default="release", metavar="NAME_OR_FILE", help="margins for the verdict (release)")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="what is printed on stdout (text)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="also write comparison.json, report.md, report.html")
+
+
+def _add_gate(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "gate",
+        "gate",
+        "compare and decide: exit 0 pass, 1 fail, 3 inconclusive",
+        "  halfbyte gate out/bf16 out/nvfp4 --policy release --junit junit.xml",
+    )
+    _add_sides(parser, several=False)
+    parser.add_argument(
+        "--policy", required=True, metavar="NAME_OR_FILE", help="what may be lost: a shipped name or a file"
+    )
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the verdict as JUnit XML")
+
+
+def _add_recipes(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "recipes",
+        "catalogue",  # cli/recipes.py would hide the room halfbyte.recipes
+        "list the shipped recipes, or print one",
+        "  halfbyte recipes\n  halfbyte recipes demo-fp8 > mine.yaml\n  halfbyte recipes demo-nvfp4 --resolved",
+    )
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
+    parser.add_argument("--resolved", action="store_true", help="with base, overrides and defaults filled in")
+    _add_set(parser)

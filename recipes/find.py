@@ -1,0 +1,202 @@
+"""Finds a recipe by name or path, lays it over its base and under the overrides, and validates it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import ValidationError
+
+from halfbyte.recipes.problems import validation_error
+from halfbyte.recipes.schema import Recipe
+from halfbyte.records.digests import file_digest, value_digest
+from halfbyte.records.errors import UserError, unknown_name
+
+SUFFIXES = (".yaml", ".yml")
+
+# Fields whose value may be a file or folder that lies beside the recipe.
+_PATH_FIELDS = ("id", "dataset", "recipe", "policy")
+
+
+def shipped_files() -> dict[str, Path]:
+    """The shipped recipes: name to file, sorted by name."""
+    root = Path(str(files("halfbyte.recipes")))
+    found = [path for kind in ("llm", "image") for path in (root / kind).glob("*.yaml")]
+    return {path.stem: path for path in sorted(found, key=lambda path: path.stem)}
+
+
+def find_recipe(name_or_path: str) -> Path:
+    """The file of a recipe: a path ends in .yaml or .yml, anything else is a shipped name (demo-fp8, llm/demo-fp8).
+
+    Raises:
+        UserError: for a name that is not shipped or a path that is no file.
+    """
+    if name_or_path.endswith(SUFFIXES):
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise UserError(f"recipe file {path} does not exist", "`halfbyte recipes` lists the shipped recipes")
+        return path
+    shipped = shipped_files()
+    kind, _, name = name_or_path.rpartition("/")
+    path_of_name = shipped.get(name)
+    if path_of_name is None or kind not in ("", path_of_name.parent.name):
+        raise unknown_name("recipe", name_or_path, shipped)
+    return path_of_name
+
+
+def list_recipes() -> list[tuple[str, str]]:
+    """Name and one-line description of each shipped recipe, sorted by name."""
+    return [(name, str(_read(path).get("description", ""))) for name, path in shipped_files().items()]
+
+
+def recipe_text(name_or_path: str) -> str:
+    """A recipe as its file has it, comments included.
+
+    Raises:
+        UserError: when there is none of that name, or it is not UTF-8.
+    """
+    return _text(find_recipe(name_or_path))
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads, completes and validates a recipe.
+
+    A relative path inside a recipe (a calibration file, a model folder, a policy) is looked for beside the
+    recipe file first; what is not there is left as it is, relative to the current folder or a hub id.
+
+    Args:
+        name_or_path: A shipped name (demo-fp8) or the path of a .yaml file, relative to the current folder.
+        overrides: `a.b=value` each, as given to --set; the value is YAML, an index picks a list element
+            (evaluate.tasks.0.limit=100).
+
+    Raises:
+        UserError: one line for an unknown name, wrong YAML, an unknown field or a value that is not allowed.
+    """
+    path = find_recipe(name_or_path)
+    content = _override(_with_base(path, ()), overrides, path)
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise validation_error(error, str(path), [text.partition("=")[0] for text in overrides]) from None
+
+
+def with_limit(recipe: Recipe, limit: int | None) -> Recipe:
+    """The recipe with each task cut to its first `limit` questions; unchanged for None."""
+    if limit is None:
+        return recipe
+    content = recipe.model_dump()
+    for task in content["evaluate"]["tasks"]:
+        task["limit"] = limit
+    return Recipe.model_validate(content)
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """The whole recipe as YAML, defaults, base and overrides included; `load_recipe` reads it back to an equal one."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """SHA-256 of what a recipe asks for.
+
+    A local text counts by its content, so the digest is the same on another machine and changes with the text.
+    The description does not count.
+    """
+    content = recipe.model_dump(mode="json", exclude={"description"})
+    fidelity = content["evaluate"]["fidelity"]
+    for source in [*content["quantize"]["calibration"]["sources"], *([fidelity["source"]] if fidelity else [])]:
+        text = Path(source["dataset"])
+        if text.is_file():
+            source["dataset"] = file_digest(text)
+    return value_digest(content)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"recipe {path} is not UTF-8 text: {error}", "save it as UTF-8") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The top-level mapping of a YAML file; numbers as OmegaConf reads them (1e-4 is a number)."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        content = OmegaConf.to_container(OmegaConf.create(_text(path)), resolve=False)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}", "write a plain ${ as \\${") from None
+    if not isinstance(content, dict) or not content:
+        raise UserError(f"{path} holds no recipe", "a recipe is a YAML mapping; `halfbyte recipes demo-fp8` prints one")
+    return cast("dict[str, Any]", content)
+
+
+def _with_base(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """A recipe laid over the one its `base` names: mappings are merged, everything else replaces."""
+    if path in above:
+        chain = " -> ".join(str(one) for one in (*above, path))
+        raise UserError(f"recipes are each other's base: {chain}", "take one `base` line out")
+    content = _read(path)
+    base = content.pop("base", None)
+    content = cast("dict[str, Any]", _beside(content, path.parent))
+    if base is None:
+        return content
+    if not isinstance(base, str):
+        raise UserError(f"{path}: base is {base!r}: it must be the name or path of a recipe")
+    near = path.parent / base
+    under = near if base.endswith(SUFFIXES) and near.is_file() else find_recipe(base)
+    return _merged(_with_base(under, (*above, path)), content)
+
+
+def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    result = dict(under)
+    for key, value in over.items():
+        below = result.get(key)
+        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _beside(value: Any, folder: Path, key: str | None = None) -> Any:
+    """Makes the relative paths that exist beside the recipe absolute, wherever they stand in it."""
+    if isinstance(value, dict):
+        return {name: _beside(one, folder, name) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_beside(one, folder, key) for one in value]
+    if isinstance(value, str) and value and key in _PATH_FIELDS:
+        path = folder / value
+        # Only a model may be a folder, and a file's name has a suffix, so that a hub id or the name of a
+        # policy is not taken for a folder that happens to lie there.
+        if (path.is_file() and path.suffix) or (key == "id" and path.is_dir()):
+            return str(path.resolve())
+    return value
+
+
+def _override(content: dict[str, Any], overrides: Sequence[str], path: Path) -> dict[str, Any]:
+    if not overrides:
+        return content
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    config = OmegaConf.create(content)
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        if not equals or not key:
+            raise UserError(f"--set {text} is not of the form field=value", "for example --set evaluate.batch_size=8")
+        try:
+            value = OmegaConf.from_dotlist([f"value{text[len(key) :]}"])["value"]
+            OmegaConf.update(config, key, value, merge=False)
+        except yaml.YAMLError as error:
+            problem = " ".join(str(error).split())
+            raise UserError(f"--set {text}: the value is not valid YAML: {problem}", "quote the value") from None
+        except (OmegaConfBaseException, IndexError, TypeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"--set {text} does not fit the recipe {path}: {reason}") from None
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
