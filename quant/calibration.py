@@ -1,0 +1,111 @@
+"""Calibration data: texts to tokens, several texts in one row without padding, and the loop ModelOpt calibrates with.
+
+Padding would let the activations of padding tokens decide a scale. Instead texts are laid end to end in one row whose
+position_ids start anew with each text; transformers builds a block-diagonal causal mask from that, so every token sees
+what it would see alone and the result does not depend on the batch size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from halfbyte.records.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:
+    """Token ids of each text with the tokenizer's own special tokens, cut to `length`; texts without a token are left out.
+
+    Raises:
+        UserError: when nothing is left.
+    """
+    encoded = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
+    rows = [[int(token) for token in ids] for ids in encoded if len(ids) > 0]
+    if not rows:
+        raise UserError("the calibration texts hold no token", "check quantize.calibration.sources")
+    return rows
+
+
+def rows_of(sequences: Sequence[Sequence[int]], tokens: int) -> Iterator[list[Sequence[int]]]:
+    """Groups consecutive sequences into rows of at most `tokens` tokens; a longer sequence gets a row of its own."""
+    row: list[Sequence[int]] = []
+    size = 0
+    for sequence in sequences:
+        if row and size + len(sequence) > tokens:
+            yield row
+            row, size = [], 0
+        row.append(sequence)
+        size += len(sequence)
+    if row:
+        yield row
+
+
+def packed_inputs(row: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    """input_ids and position_ids, [1, tokens], of several sequences laid end to end."""
+    ids = torch.tensor([[token for sequence in row for token in sequence]], device=device)
+    positions = torch.cat([torch.arange(len(sequence)) for sequence in row]).unsqueeze(0).to(device)
+    return {"input_ids": ids, "position_ids": positions}
+
+
+@torch.no_grad()
+def packs_exactly(model: PreTrainedModel) -> bool:
+    """Whether the model keeps packed texts apart, tried on two short sequences.
+
+    Models with recurrent layers, or with an attention of their own that ignores position_ids, do not.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[union-attr]
+    first, second = ([(start + 7 * i) % int(vocabulary) for i in range(6)] for start in (3, 11))
+    try:
+        packed = model(**packed_inputs([first, second], model.device), use_cache=False).logits[0, len(first) :]
+    except (TypeError, ValueError, RuntimeError) as error:
+        logger.info("texts are calibrated one by one, since a packed row fails: %s", error)
+        return False
+    alone = model(**packed_inputs([second], model.device), use_cache=False).logits[0]
+    spread = float(alone.float().std()) + 1e-6
+    exact = float((packed.float() - alone.float()).abs().max()) < 0.1 * spread
+    if not exact:
+        logger.info("texts are calibrated one by one, since %s lets packed texts see each other", type(model).__name__)
+    return exact
+
+
+def forward_loop(
+    sequences: Sequence[Sequence[int]], *, tokens_per_row: int, pack: bool, quiet: bool = False
+) -> Callable[[torch.nn.Module], None]:
+    """The loop that mtq.quantize calls with the model, once or more often as the algorithm needs.
+
+    Args:
+        sequences: Token ids of each text.
+        tokens_per_row: Most tokens in one forward pass.
+        pack: Whether several texts may share a row (see packs_exactly).
+        quiet: No progress bar.
+    """
+    rows = list(rows_of(sequences, tokens_per_row)) if pack else [[sequence] for sequence in sequences]
+
+    @torch.no_grad()
+    def loop(model: torch.nn.Module) -> None:
+        device = next(model.parameters()).device
+        # Without the logits of every position: nobody reads them, and a large vocabulary would need gigabytes.
+        extra = {} if _head_is_quantized(model) else {"logits_to_keep": 1}
+        with tqdm(total=sum(map(len, sequences)), unit="token", desc="calibrate", disable=quiet or None) as bar:
+            for row in rows:
+                model(**packed_inputs(row, device), use_cache=False, **extra)
+                bar.update(sum(map(len, row)))
+
+    return loop
+
+
+def _head_is_quantized(model: torch.nn.Module) -> bool:
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    quantizer = getattr(head, "input_quantizer", None)
+    return quantizer is None or bool(quantizer.is_enabled)

@@ -1,0 +1,223 @@
+"""What lies in a checkpoint folder: its configuration, its tensors, and which of them are quantized how.
+
+Reads ModelOpt's unified Hugging Face layout: hf_quant_config.json, or quantization_config in config.json with
+quant_method "modelopt"; beside a weight, weight_scale, weight_scale_2 and input_scale; beside k_proj and v_proj,
+k_scale and v_scale. Source: modelopt/torch/export/unified_export_hf.py and quant_utils.py, version 0.47.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from halfbyte.records.digests import model_digest
+from halfbyte.records.errors import UserError
+from halfbyte.records.files import read_json
+from halfbyte.records.record import ModelSummary
+
+FP8 = "FP8"
+NVFP4 = "NVFP4"
+W4A16_NVFP4 = "W4A16_NVFP4"
+READABLE = (FP8, NVFP4, W4A16_NVFP4)
+
+SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale")
+
+
+@dataclass(frozen=True)
+class QuantFormat:
+    """What a checkpoint declares of its quantization."""
+
+    algorithm: str
+    """FP8, NVFP4, W4A16_NVFP4, or MIXED_PRECISION."""
+    kv_cache: str | None = None
+    """FP8, NVFP4 or None."""
+    group_size: int | None = None
+    exclude: tuple[str, ...] = ()
+    layers: dict[str, str] = field(default_factory=dict)
+    """Algorithm by module, for MIXED_PRECISION."""
+
+    @property
+    def label(self) -> str:
+        """For tables: "NVFP4", or "NVFP4 + FP8 KV"."""
+        return f"{self.algorithm} + {self.kv_cache} KV" if self.kv_cache else self.algorithm
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder.
+
+    Raises:
+        UserError: when the folder or the file is missing, empty or not JSON.
+    """
+    if not folder.is_dir():
+        raise UserError(f"model folder {folder} does not exist", "check the path")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is no model folder: it has no config.json", "give the folder that holds config.json")
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / 'config.json'} is not a model configuration", "restore it from its source")
+    return config
+
+
+def quant_format(folder: Path) -> QuantFormat | None:
+    """What the checkpoint in `folder` declares; None for a model that ModelOpt has not quantized.
+
+    Raises:
+        UserError: when it declares an algorithm that cannot be read back.
+    """
+    config = read_config(folder)
+    block = config.get("quantization_config") or {}
+    if (folder / "hf_quant_config.json").is_file():
+        block = read_json(folder / "hf_quant_config.json").get("quantization", {})
+    elif block.get("quant_method") != "modelopt":
+        return None
+    algorithm = block.get("quant_algo")
+    if algorithm is None:
+        raise UserError(f"{folder} says it was quantized by ModelOpt but names no quant_algo", "quantize it again")
+    layers = {name: str(layer["quant_algo"]) for name, layer in (block.get("quantized_layers") or {}).items()}
+    for name in [*layers.values()] if algorithm == "MIXED_PRECISION" else [algorithm]:
+        if name not in READABLE:
+            raise UserError(f"{folder} is quantized as {name}, which cannot be read back", f"readable: {READABLE}")
+    return QuantFormat(
+        algorithm=algorithm,
+        kv_cache=_kv_algorithm(folder, block),
+        group_size=block.get("group_size"),
+        exclude=tuple(block.get("exclude_modules") or block.get("ignore") or ()),
+        layers=layers,
+    )
+
+
+def _kv_algorithm(folder: Path, block: dict[str, Any]) -> str | None:
+    scheme = block.get("kv_cache_quant_algo", block.get("kv_cache_scheme"))
+    if isinstance(scheme, dict):
+        scheme = {8: "FP8", 4: "NVFP4"}.get(scheme.get("num_bits", 0), str(scheme))
+    if scheme not in (None, "FP8", "NVFP4"):
+        raise UserError(f"{folder} has a {scheme} KV cache, which cannot be read back", "readable: FP8, NVFP4")
+    return scheme
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, in the order of their index.
+
+    Raises:
+        UserError: when there are none, or the index names one that is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise UserError(f"{folder} lacks {len(missing)} of {len(names)} shards: {missing[0]}", "copy it again, whole")
+        if names:
+            return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        other = next(iter(sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.gguf")])), None)
+        hint = "point to a folder with *.safetensors" if other is None else f"convert {other.name} to safetensors first"
+        if other is not None and other.suffix == ".gguf":
+            hint = f"name the file: --set model.gguf_file={other.name}"
+        raise UserError(f"{folder} holds no safetensors weights", hint)
+    return files
+
+
+class Tensors:
+    """The tensors of a checkpoint by name, read lazily from its memory-mapped files; use it as a context."""
+
+    def __init__(self, folder: Path) -> None:
+        self._stack = ExitStack()
+        self._where: dict[str, Any] = {}
+        for path in shard_files(folder):
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                self._stack.close()
+                raise UserError(
+                    f"{path} is damaged: {str(error).splitlines()[0]}", "it is cut short or no safetensors; copy it again"
+                ) from None
+            self._where.update(dict.fromkeys(file.keys(), file))
+        if not self._where:
+            raise UserError(f"{folder} holds no tensors", "copy it again, whole")
+
+    def __enter__(self) -> Tensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._where))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._where[name].get_tensor(name)  # type: ignore[no-any-return]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape as stored, without reading it."""
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The tensor's type as safetensors names it: BF16, F8_E4M3, U8, ..."""
+        return str(self._where[name].get_slice(name).get_dtype())
+
+    def layer_format(self, module: str) -> str | None:
+        """FP8, NVFP4 or W4A16_NVFP4 by what is stored for a module; None when its weight is not quantized.
+
+        Raises:
+            UserError: when its tensors fit none of them.
+        """
+        weight, scale = f"{module}.weight", f"{module}.weight_scale"
+        kind = self.dtype(weight)
+        if kind == "F8_E4M3" and scale in self:
+            return FP8
+        if kind == "U8" and scale in self and f"{module}.weight_scale_2" in self:
+            return NVFP4 if f"{module}.input_scale" in self else W4A16_NVFP4
+        if kind in ("F8_E4M3", "U8") or scale in self:
+            raise UserError(
+                f"{module} is stored as {kind} without the scales that belong to it", "the checkpoint is incomplete"
+            )
+        return None
+
+
+def _is_scale(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] in SCALE_SUFFIXES
+
+
+def summarize(folder: Path, name: str) -> ModelSummary:
+    """What a model folder weighs: bytes on disk and bits per weight (packed pairs count as two, scales as none)."""
+    declared = quant_format(folder)
+    weights = 0
+    with Tensors(folder) as tensors:
+        for tensor in tensors:
+            if not _is_scale(tensor):
+                packed = tensors.dtype(tensor) == "U8" and tensor.endswith(".weight")
+                weights += math.prod(tensors.shape(tensor)) * (2 if packed else 1)
+    size = sum(path.stat().st_size for path in shard_files(folder))
+    return ModelSummary(
+        name=name,
+        digest=model_digest(folder),
+        format=declared.label if declared else plain_dtype(folder),
+        bytes_on_disk=size,
+        bits_per_weight=8 * size / weights,
+    )
+
+
+def plain_dtype(folder: Path) -> str:
+    """The type an unquantized model's configuration names."""
+    config = read_config(folder)
+    text = config.get("text_config") or {}
+    return str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """bfloat16, float16 or float32 as a torch type."""
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+

@@ -1,0 +1,95 @@
+"""From a recipe's quantize block to the configuration that ModelOpt's mtq.quantize takes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+from halfbyte.records.errors import UserError, unknown_name
+from halfbyte.recipes.schema import QuantizeSpec
+
+# Algorithms whose whole result is the quantizers' amax, which is what calibration/ keeps. Others change weights too.
+ALGORITHMS = ("max",)
+
+
+def _listed_recipes() -> list[str]:
+    from modelopt.torch.opt.config_loader import BUILTIN_CONFIG_ROOT
+
+    root = Path(str(BUILTIN_CONFIG_ROOT))
+    found = [path.relative_to(root).with_suffix("") for path in root.glob("general/ptq/*.yaml")]
+    return sorted(path.as_posix() for path in found)
+
+
+def _from_recipe(name: str) -> dict[str, Any]:
+    from modelopt.recipe import load_recipe
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints where it looks; stdout is for results
+            recipe = load_recipe(name)
+    except FileNotFoundError:
+        raise unknown_name("ModelOpt recipe", name, _listed_recipes()) from None
+    except ValueError as error:
+        if "not a valid YAML file or directory" in str(error):
+            raise unknown_name("ModelOpt recipe", name, _listed_recipes()) from None
+        raise UserError(f"ModelOpt recipe '{name}' cannot be used: {_first_line(error)}") from None
+    quantize = getattr(recipe, "quantize", None)
+    if quantize is None:
+        raise UserError(f"ModelOpt recipe '{name}' has no quantize section", "choose one below general/ptq/")
+    return dict(quantize.model_dump(exclude_unset=True))
+
+
+def _from_preset(name: str) -> dict[str, Any]:
+    import modelopt.torch.quantization as mtq
+    from modelopt.recipe.presets import QUANT_CFG_CHOICES
+
+    if name in QUANT_CFG_CHOICES:
+        return copy.deepcopy(QUANT_CFG_CHOICES[name])
+    constant = name.upper()
+    for candidate in (constant, f"{constant}_CFG", f"{constant}_CONFIG", f"{constant}_DEFAULT_CFG"):
+        if candidate in mtq.config.choices:
+            return copy.deepcopy(getattr(mtq, candidate))
+    raise unknown_name("preset", name, [*QUANT_CFG_CHOICES, *mtq.config.choices])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def quant_config(spec: QuantizeSpec) -> dict[str, Any]:
+    """The ModelOpt configuration {"quant_cfg": [...], "algorithm": ...} that a quantize block stands for.
+
+    Raises:
+        UserError: for an unknown recipe or preset, or an inline configuration ModelOpt refuses.
+    """
+    from modelopt.recipe.presets import KV_QUANT_CFG_CHOICES
+    from modelopt.torch.quantization.config import QuantizeConfig
+
+    if spec.recipe is not None:
+        config = _from_recipe(spec.recipe)
+    elif spec.preset is not None:
+        config = _from_preset(spec.preset)
+    else:
+        config = {"quant_cfg": copy.deepcopy(spec.quant_cfg), "algorithm": spec.algorithm or "max"}
+    if spec.kv_cache is not None:
+        config["quant_cfg"] = [*config["quant_cfg"], *copy.deepcopy(KV_QUANT_CFG_CHOICES[spec.kv_cache]["quant_cfg"])]
+    try:
+        QuantizeConfig(**config)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"ModelOpt refuses the quantize block: {' '.join(str(error).split())[:300]}") from None
+    require_supported_algorithm(config)
+    return config
+
+
+def require_supported_algorithm(config: dict[str, Any]) -> None:
+    """Refuses, before anything runs, a calibration algorithm whose result cannot be kept and read back yet.
+
+    Raises:
+        UserError: naming the algorithm.
+    """
+    algorithm = config.get("algorithm")
+    method = algorithm.get("method") if isinstance(algorithm, dict) else algorithm
+    if method not in ALGORITHMS:
+        raise UserError(f"calibration algorithm {method!r} is not supported yet", f"supported: {', '.join(ALGORITHMS)}")

@@ -1,0 +1,189 @@
+"""Opening an original model: a hub id, a local folder, or a GGUF file; always from a local folder whose digest is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfbyte.quant.checkpoint import quant_format, read_config, shard_files, summarize, torch_dtype
+from halfbyte.records.digests import file_digest, model_digest
+from halfbyte.records.errors import UserError
+from halfbyte.records.record import ModelSummary
+from halfbyte.recipes.schema import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# What a causal LM needs; pickled weights are left on the hub on purpose.
+_HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's files on this machine."""
+
+    name: str
+    """As the recipe or the command line names it."""
+    folder: Path
+    gguf_file: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """Digest of the files that decide its answers."""
+        return file_digest(self.folder / self.gguf_file) if self.gguf_file else model_digest(self.folder)
+
+
+def device_of(name: str | None) -> torch.device:
+    """A torch device by name; None or "auto" is the first CUDA device, else the CPU.
+
+    Raises:
+        UserError: for an unknown device or one this machine lacks.
+    """
+    if name in (None, "auto"):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(str(name))
+    except RuntimeError:
+        raise UserError(f"unknown device '{name}'", "known: auto, cpu, cuda, cuda:0, ...") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device '{name}' is not supported", "known: auto, cpu, cuda, cuda:0, ...")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"device '{name}' is not on this machine", f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs"
+        )
+    return device
+
+
+def compute_dtype(name: str, device: torch.device, own: torch.dtype) -> torch.dtype:
+    """The type to compute in: "auto" is the model's own type on CUDA, and float32 on a CPU.
+
+    Most CPUs multiply bfloat16 matrices several times slower than float32 ones, and not the same way on each.
+    """
+    if name == "auto":
+        return own if device.type == "cuda" else torch.float32
+    return torch_dtype(name)
+
+
+def locate(name: str, *, revision: str | None = None, gguf_file: str | None = None) -> Source:
+    """Finds a model's files: a local folder or .gguf file as it is, else a snapshot of a hub repository.
+
+    Raises:
+        UserError: when there is no such folder, or the hub has no such repository, is gated or out of reach.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return Source(name, path.parent, path.name)
+    if not path.is_dir():
+        if path.is_absolute() or name.startswith(".") or name.count("/") != 1:
+            raise UserError(f"model folder {name} does not exist", "give a folder, a .gguf file or a hub id ORG/NAME")
+        path = _snapshot(name, revision, gguf_file)
+    if gguf_file is not None:
+        if not (path / gguf_file).is_file():
+            raise UserError(f"{path} has no file {gguf_file}", "check model.gguf_file")
+        return Source(name, path, gguf_file)
+    read_config(path)
+    shard_files(path)
+    return Source(name, path)
+
+
+def _snapshot(name: str, revision: str | None, gguf_file: str | None) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = [gguf_file, *_HUB_PATTERNS[1:]] if gguf_file else _HUB_PATTERNS
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except GatedRepoError:
+        raise UserError(
+            f"{name} is gated", "accept its terms on its page, then log in with `hf auth login`, or give a local folder"
+        ) from None
+    except RepositoryNotFoundError:
+        raise UserError(f"the hub has no model {name} you may read", "check the name or log in with `hf auth login`") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        raise UserError(
+            f"{name} is no folder here and the hub cannot be reached ({type(error).__name__})",
+            "give a local folder, or fetch it first with `hf download` on a machine with access",
+        ) from None
+
+
+def open_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The model's tokenizer.
+
+    Raises:
+        UserError: when the folder has none that transformers can open.
+    """
+    from transformers import AutoTokenizer
+
+    options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    try:
+        return AutoTokenizer.from_pretrained(source.folder, **options)  # type: ignore[no-any-return,no-untyped-call]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{source.folder} has no usable tokenizer: {str(error).splitlines()[0]}") from None
+
+
+def open_original(
+    source: Source, *, weights: torch.dtype, compute: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The unquantized model in evaluation mode.
+
+    Args:
+        source: Its files.
+        weights: The type the weights have in the recipe; wider ones are rounded to it, so that a baseline computed in
+            float32 still has bfloat16 weights.
+        compute: The type to compute in.
+        device: Where it is put.
+
+    Raises:
+        UserError: when it is an exported checkpoint (from_pretrained would load garbage with only a log line), or its
+            architecture is unknown to transformers, or its weights do not fit its configuration.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if source.gguf_file is None and quant_format(source.folder) is not None:
+        raise UserError(f"{source.folder} is an exported checkpoint, not an original model", "give the original model")
+    options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=compute, **options)
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise UserError(f"transformers cannot open {source.folder}: {str(error).strip().splitlines()[0]}") from error
+    if source.gguf_file is not None:
+        # transformers marks a dequantized GGUF as quantized, and then refuses to save it.
+        model.hf_quantizer = None
+        model.is_quantized = False
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+    if not model.config.architectures:
+        model.config.architectures = [type(model).__name__]  # ModelOpt's export reads it and fails on None
+    if torch.finfo(weights).bits < torch.finfo(compute).bits:
+        round_weights(model, weights)
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Rounds every parameter to `dtype` and keeps its own type."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+
+
+def original_summary(source: Source, spec: ModelSpec) -> ModelSummary:
+    """What the original weighs; for a GGUF file, the file's own size, since that is what lies on the disk."""
+    if source.gguf_file is None:
+        return summarize(source.folder, source.name)
+    path = source.folder / source.gguf_file
+    from gguf import GGUFReader
+
+    weights = sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+    size = path.stat().st_size
+    return ModelSummary(
+        name=source.name,
+        digest=source.digest,
+        format=f"{spec.dtype} from GGUF",
+        bytes_on_disk=size,
+        bits_per_weight=8 * size / weights,
+    )
+

@@ -1,0 +1,192 @@
+"""FP4 and FP8 number formats as plain torch: rounding, packing, NVFP4 blocks and FP8 tensors.
+
+Everything here follows the order of operations of the checkpoints that NVIDIA ModelOpt writes and of its kernels, so
+that a value quantized here has the same bits. Arithmetic is in float32 whatever the input's type.
+
+Sources: OCP Microscaling Formats (MX) specification v1.0, section 5.3 (E2M1) and 5.1 (E4M3); NVIDIA, "Introducing NVFP4
+for Efficient and Accurate Low-Precision Inference" (2025): blocks of 16 E2M1 values share one E4M3 scale, and a tensor
+has one float32 scale.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_TINY = 2.0**-9
+"""The smallest positive E4M3 value."""
+NVFP4_BLOCK = 16
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of E2M1 by code; bit 3 of a code is the sign."""
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+_KERNEL_TINY_SCALE = 1e-5
+"""ModelOpt's NVFP4 kernels treat a block whose scale is below this as zero."""
+
+
+class NVFP4(NamedTuple):
+    """A tensor in NVFP4, as it lies in a checkpoint."""
+
+    codes: Tensor
+    """uint8 [..., n / 2]: two E2M1 codes a byte, the even element in the low half."""
+    scale: Tensor
+    """float8_e4m3fn [..., n / 16]: one scale a block."""
+    scale_2: Tensor
+    """float32 scalar: the tensor's scale; a value is E2M1 x scale x scale_2."""
+
+
+class FP8(NamedTuple):
+    """A tensor in FP8 with one scale, as it lies in a checkpoint."""
+
+    codes: Tensor
+    """float8_e4m3fn, the tensor's own shape."""
+    scale: Tensor
+    """float32 scalar; a value is code x scale."""
+
+
+def e2m1_codes(x: Tensor) -> Tensor:
+    """Rounds to E2M1, half to even, saturating at 6: uint8 codes of x's shape.
+
+    -0.0 and negative values that round to zero: the sign bit is set only for x < 0, as ModelOpt packs them. NaN has no
+    E2M1 code and becomes the largest magnitude.
+    """
+    midpoints = torch.tensor(_E2M1_MIDPOINTS, device=x.device, dtype=torch.float32)
+    magnitude = x.float().abs()
+    codes = torch.searchsorted(midpoints, magnitude.contiguous(), out_int32=True)
+    # searchsorted puts a tie at the lower code; the even neighbour of the 2nd, 4th and 6th midpoint is the upper one.
+    ties = (magnitude == 0.75) | (magnitude == 1.75) | (magnitude == 3.5)
+    return (codes + ties + (x < 0) * 8).to(torch.uint8)
+
+
+def e2m1_decode(codes: Tensor) -> Tensor:
+    """The float32 values of E2M1 codes (uint8, 0 to 15)."""
+    values = torch.tensor(E2M1_VALUES, device=codes.device, dtype=torch.float32)
+    return torch.cat([values, -values])[codes.long()]
+
+
+def e2m1_round(x: Tensor) -> Tensor:
+    """x rounded to the E2M1 grid, in float32; zeros keep no sign."""
+    midpoints = torch.tensor(_E2M1_MIDPOINTS, device=x.device, dtype=torch.float32)
+    grid = torch.tensor(E2M1_VALUES, device=x.device, dtype=torch.float32)
+    magnitude = x.float().abs()
+    codes = torch.searchsorted(midpoints, magnitude.contiguous(), out_int32=True)
+    ties = (magnitude == 0.75) | (magnitude == 1.75) | (magnitude == 3.5)
+    rounded = grid[codes + ties]
+    return torch.where(x >= 0, rounded, -rounded)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Two codes a byte, the even element in the low half: uint8 [..., n] to uint8 [..., n / 2].
+
+    Raises:
+        ValueError: when the last dimension is odd.
+    """
+    if codes.shape[-1] % 2:
+        raise ValueError(f"E2M1 packs pairs; the last dimension of {tuple(codes.shape)} is odd")
+    return (codes[..., 1::2] << 4) | codes[..., 0::2]
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """The reverse of pack_e2m1: uint8 [..., n / 2] to uint8 [..., n]."""
+    return torch.stack([packed & 0x0F, packed >> 4], dim=-1).flatten(-2)
+
+
+def e4m3_round(x: Tensor) -> Tensor:
+    """float8_e4m3fn nearest to x, half to even, saturating at 448 (a bare cast would give NaN above 464)."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _blocks(x: Tensor, size: int) -> Tensor:
+    if x.shape[-1] % size:
+        raise ValueError(f"the last dimension of {tuple(x.shape)} is not a multiple of the block size {size}")
+    return x.unflatten(-1, (-1, size))
+
+
+def nvfp4_scale_2(amax: Tensor) -> Tensor:
+    """The tensor's float32 scale for its largest magnitude: the largest block scale lands on 448."""
+    return amax.float() / (E2M1_MAX * E4M3_MAX)
+
+
+def nvfp4_quantize(x: Tensor, scale_2: Tensor) -> NVFP4:
+    """Weights [..., n] to NVFP4 as ModelOpt exports them; n must be a multiple of 16.
+
+    A block of zeros gets scale 1; a scale below the smallest E4M3 value is raised to it, so that no scale is zero.
+    """
+    blocks = _blocks(x.float(), NVFP4_BLOCK)
+    scale = blocks.abs().amax(dim=-1) / (E2M1_MAX * scale_2)
+    scale = torch.where(scale == 0, 1.0, scale).clamp(E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
+    codes = e2m1_codes(blocks / (scale.float() * scale_2).unsqueeze(-1)).flatten(-2)
+    return NVFP4(pack_e2m1(codes), scale, scale_2)
+
+
+def nvfp4_dequantize(q: NVFP4, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of an NVFP4 tensor: computed in float32, rounded once to `dtype`."""
+    scale = (q.scale.float() * q.scale_2).unsqueeze(-1)
+    return (_blocks(e2m1_decode(unpack_e2m1(q.codes)), NVFP4_BLOCK) * scale).flatten(-2).to(dtype)
+
+
+def nvfp4_fake_quantize(x: Tensor, amax: Tensor) -> Tensor:
+    """x [..., n] through NVFP4 and back in x's type, with block scales taken from x: ModelOpt's dynamic kernel.
+
+    Unlike weights at export, a block whose scale is under 1e-5 becomes zero here, as in the kernel. A last block that
+    is not full is filled with zeros, which do not change its largest magnitude.
+
+    Args:
+        x: Activations or weights.
+        amax: float32 scalar, the calibrated largest magnitude; blocks above it saturate.
+    """
+    if x.numel() == 0:
+        return x.clone()
+    length = x.shape[-1]
+    padded = torch.nn.functional.pad(x.float(), (0, -length % NVFP4_BLOCK))
+    blocks = _blocks(padded, NVFP4_BLOCK)
+    scale_2 = nvfp4_scale_2(amax)
+    scale_2 = torch.where(scale_2 > 0, scale_2, 1e-12)
+    block_max = blocks.abs().amax(dim=-1, keepdim=True)
+    scale = e4m3_round((block_max / (E2M1_MAX * scale_2)).clamp(max=E4M3_MAX)).float() * scale_2
+    scale = torch.where(scale >= _KERNEL_TINY_SCALE, scale, 1.0)
+    return (e2m1_round(blocks / scale) * scale).flatten(-2)[..., :length].to(x.dtype)
+
+
+def fp8_scale(amax: Tensor) -> Tensor:
+    """The float32 scale that puts a magnitude of `amax` on 448."""
+    return amax.float() / E4M3_MAX
+
+
+def fp8_quantize(x: Tensor, scale: Tensor) -> FP8:
+    """x to FP8 E4M3 with one scale: the division in float32, rounded once."""
+    return FP8(e4m3_round(x.float() / scale), scale)
+
+
+def fp8_dequantize(q: FP8, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of an FP8 tensor: computed in float32, rounded once to `dtype`."""
+    return (q.codes.float() * q.scale).to(dtype)
+
+
+def amax_of_scale(scale: Tensor, largest: float) -> Tensor:
+    """The float32 amax that a kernel must be given so that it computes exactly `scale` = amax / `largest`.
+
+    A checkpoint stores scales; ModelOpt's kernels take amax and divide. scale x largest can be some units in the last
+    place off, hence the look at its neighbours; of several that fit, the one with most trailing zero bits is taken,
+    since amax usually was a bfloat16 value. The division runs on the scale's own device, since CUDA multiplies by the
+    reciprocal instead; a scale made on another device may then have no exact amax, and the nearest is returned.
+
+    Args:
+        scale: float32 scalar, positive and finite.
+        largest: 448 for FP8, 6 x 448 for NVFP4.
+    """
+    start = (scale.double() * largest).float()
+    infinity = torch.tensor(float("inf"), device=scale.device)
+    below, above = torch.nextafter(start, -infinity), torch.nextafter(start, infinity)
+    near = [start, below, above, torch.nextafter(below, -infinity), torch.nextafter(above, infinity)]
+    fits = [amax for amax in near if torch.equal(amax / largest, scale.float())]
+    return max(fits or [start], key=lambda amax: _trailing_zeros(int(amax.view(torch.int32).item())))
+
+
+def _trailing_zeros(bits: int) -> int:
+    return (bits & -bits).bit_length()

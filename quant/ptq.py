@@ -1,0 +1,169 @@
+"""Post-training quantization of a causal LM with ModelOpt: calibrate, keep the calibration, settle the scales, export."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from halfbyte.quant.backend import use_cpu_backend
+from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, amax_of_scale, fp8_dequantize, fp8_quantize, fp8_scale
+from halfbyte.records.errors import UserError
+from halfbyte.records.files import atomic_folder, read_json, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "state.json"
+AMAX_FILE = "amax.safetensors"
+
+
+@contextlib.contextmanager
+def captured_prints() -> Iterator[None]:
+    """Sends what ModelOpt prints to the log, since stdout is for results."""
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            yield
+    finally:
+        for line in text.getvalue().splitlines():
+            logger.debug("modelopt: %s", line)
+
+
+def quantizers(model: nn.Module) -> dict[str, Any]:
+    """The enabled ModelOpt quantizers of a model, by name."""
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    return {n: m for n, m in model.named_modules() if isinstance(m, TensorQuantizer) and m.is_enabled}
+
+
+def calibrate(model: PreTrainedModel, config: dict[str, Any], loop: Callable[[nn.Module], None] | None) -> None:
+    """Inserts quantizers into the model, in place, and calibrates them.
+
+    Args:
+        model: Where it computes; on a CPU the NVFP4 quantizers run on our numerics.
+        config: What configs.quant_config made.
+        loop: The calibration loop; None inserts the quantizers only.
+
+    Raises:
+        UserError: when a calibrated amax is not a finite number, naming the quantizer.
+    """
+    import modelopt.torch.quantization as mtq
+
+    if model.device.type == "cpu":
+        config = use_cpu_backend(config)
+    if loop is None:
+        config = {**config, "algorithm": None}
+    with captured_prints():
+        mtq.quantize(model, config, loop)
+    for name, quantizer in quantizers(model).items():
+        amax = quantizer.amax
+        if amax is not None and not bool(torch.isfinite(amax).all()):
+            raise UserError(f"calibration of {name} gave amax {amax.flatten()[0].item()}", "the model overflows: calibrate it in float32 or bfloat16")
+
+
+def save_calibration(model: nn.Module, folder: Path, key: str) -> None:
+    """Keeps the amax of every quantizer, so that a crash during export costs no calibration.
+
+    Args:
+        model: The calibrated model.
+        folder: The run's calibration/ folder; it appears whole or not at all.
+        key: Digest of all that shaped the calibration; load_calibration asks for the same.
+    """
+    state = {
+        f"{name}.amax": quantizer.amax.detach().float().cpu().clone()
+        for name, quantizer in quantizers(model).items()
+        if getattr(quantizer, "_amax", None) is not None
+    }
+    with atomic_folder(folder) as partial:
+        save_file(state, partial / AMAX_FILE)
+        write_json(partial / STATE_FILE, {"schema_version": 1, "key": key, "quantizers": len(state)})
+
+
+def has_calibration(folder: Path, key: str) -> bool:
+    """Whether `folder` holds a calibration made under `key`."""
+    return (folder / STATE_FILE).is_file() and read_json(folder / STATE_FILE).get("key") == key
+
+
+def load_calibration(model: PreTrainedModel, config: dict[str, Any], folder: Path) -> None:
+    """Inserts quantizers into the original model, in place, with the amax kept in `folder`.
+
+    Raises:
+        UserError: when the kept state does not belong to this model.
+    """
+    calibrate(model, config, None)
+    state = load_file(folder / AMAX_FILE)
+    known = quantizers(model)
+    for key, amax in state.items():
+        quantizer = known.get(key.removesuffix(".amax"))
+        if quantizer is None:
+            raise UserError(f"{folder} has an amax for {key}, which the model lacks", "delete the folder or use --force")
+        quantizer.amax = amax.to(model.device)
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Makes the model in memory what its export will be, in place.
+
+    1. Linears that read the same input (q/k/v, gate/up) get one amax, as loaders that fuse them assume; ModelOpt would
+       do this silently during export.
+    2. Every amax becomes one that is recovered exactly from the scale the checkpoint stores.
+    3. FP8 weights are rounded to their codes. ModelOpt's export divides bfloat16 weights by the scale in bfloat16 and
+       rounds the quotient again to FP8, which moves about 3 % of the codes; already rounded weights are not moved.
+    """
+    from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
+
+    with captured_prints(), torch.no_grad():
+        requantize_resmooth_fused_llm_layers(model)
+    for name, quantizer in quantizers(model).items():
+        amax = getattr(quantizer, "_amax", None)
+        if amax is not None and amax.numel() == 1 and float(amax) > 0:
+            largest = scale_divisor(name, quantizer)
+            quantizer.amax = amax_of_scale(amax.float() / largest, largest).reshape(amax.shape)
+    with torch.no_grad():
+        for module in model.modules():
+            quantizer = getattr(module, "weight_quantizer", None)
+            if quantizer is not None and quantizer.is_enabled and getattr(quantizer, "is_fp8", False):
+                scale = fp8_scale(quantizer.amax)
+                weight: nn.Parameter = module.weight  # type: ignore[assignment]
+                weight.copy_(fp8_dequantize(fp8_quantize(weight, scale), weight.dtype))
+
+
+def scale_divisor(name: str, quantizer: Any) -> float:
+    """What an amax is divided by to give the scale in the checkpoint; KV-cache scales use 448 in every format."""
+    if name.endswith(("k_bmm_quantizer", "v_bmm_quantizer")) or quantizer.num_bits == (4, 3):
+        return E4M3_MAX
+    return E2M1_MAX * E4M3_MAX
+
+
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
+    """Writes the settled model in ModelOpt's unified Hugging Face layout, with tokenizer and generation config.
+
+    The folder appears whole or not at all. The model is packed in place and of no further use.
+
+    Args:
+        model: After settle().
+        tokenizer: Saved beside the weights, with its chat template.
+        folder: The run's checkpoint/ folder.
+        dtype: Type of what stays unquantized.
+
+    Raises:
+        UserError: when the disk is full.
+    """
+    from modelopt.torch.export import export_hf_checkpoint
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    with atomic_folder(folder) as partial:
+        with captured_prints():
+            export_hf_checkpoint(model, dtype=dtype, export_dir=partial)
+        tokenizer.save_pretrained(partial)
