@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter, _SubParsersAction
 from pathlib import Path
+from typing import TypeAlias
 
 from halfbyte import __version__
 
-# What argparse calls the object that add_subparsers returns has no public name.
-Commands = _SubParsersAction  # type: ignore[type-arg]
+# argparse has no public name for what add_subparsers returns.
+Commands: TypeAlias = "_SubParsersAction[ArgumentParser]"
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 FORMATS = ("text", "markdown", "json", "html")
@@ -37,7 +38,7 @@ def build_parser() -> ArgumentParser:
 
 def _command(commands: Commands, name: str, module: str, summary: str, examples: str) -> ArgumentParser:
     """A subcommand with the options that every command has."""
-    parser: ArgumentParser = commands.add_parser(
+    parser = commands.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",

@@ -1,0 +1,52 @@
+# make demo      install, fetch a small model, quantize it to FP8 and NVFP4, evaluate, decide, write a report
+# make test      the tests           make check   format, lint, types, order of the rooms
+# make test-gpu  tests on a GPU      make bench   speed measurements
+# make tree      writes the annotated tree of README.md anew
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+MODEL := models/SmolLM2-135M-Instruct
+PYTEST := $(BIN)/python -m pytest
+
+# Tests on the real model run where it has been fetched.
+export HALFBYTE_SMOLLM2 ?= $(wildcard $(CURDIR)/$(MODEL))
+
+.PHONY: install model demo test test-gpu bench check tree
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,gguf]'
+	touch $@
+
+model: $(INSTALLED)
+	$(BIN)/python tests/fetch_smollm2.py $(MODEL)
+
+demo: model
+	$(BIN)/halfbyte run demo-fp8 demo-nvfp4
+
+test: $(INSTALLED)
+	$(PYTEST) -m 'not gpu and not bench'
+
+test-gpu: $(INSTALLED)
+	$(PYTEST) -m gpu
+
+bench: $(INSTALLED)
+	$(PYTEST) -m bench -s tests/benchmarks
+
+# Types and imports are checked on an installed copy: no checker follows an editable install of mapped folders.
+# A build folder from before would put deleted modules into that copy.
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf .typecheck build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target .typecheck .
+	MYPYPATH=.typecheck $(BIN)/mypy
+	PYTHONPATH=.typecheck $(BIN)/lint-imports
+
+tree: $(INSTALLED)
+	$(BIN)/python tests/readme_tree.py
