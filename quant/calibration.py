@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from halfbyte.records.errors import UserError
@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:
-    """Token ids of each text with the tokenizer's own special tokens, cut to `length`; texts without a token are left out.
+    """Token ids of each text with the tokenizer's own special tokens, cut to `length`.
+
+    Texts without a token are left out.
 
     Raises:
         UserError: when nothing is left.
@@ -63,8 +65,8 @@ def packs_exactly(model: PreTrainedModel) -> bool:
 
     Models with recurrent layers, or with an attention of their own that ignores position_ids, do not.
     """
-    vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[union-attr]
-    first, second = ([(start + 7 * i) % int(vocabulary) for i in range(6)] for start in (3, 11))
+    vocabulary = int(cast("nn.Embedding", model.get_input_embeddings()).num_embeddings)
+    first, second = ([(start + 7 * i) % vocabulary for i in range(6)] for start in (3, 11))
     try:
         packed = model(**packed_inputs([first, second], model.device), use_cache=False).logits[0, len(first) :]
     except (TypeError, ValueError, RuntimeError) as error:

@@ -114,7 +114,9 @@ def shard_files(folder: Path) -> list[Path]:
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise UserError(f"{folder} lacks {len(missing)} of {len(names)} shards: {missing[0]}", "copy it again, whole")
+            raise UserError(
+                f"{folder} lacks {len(missing)} of {len(names)} shards: {missing[0]}", "copy it again, whole"
+            )
         if names:
             return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
@@ -139,7 +141,8 @@ class Tensors:
             except (SafetensorError, OSError) as error:
                 self._stack.close()
                 raise UserError(
-                    f"{path} is damaged: {str(error).splitlines()[0]}", "it is cut short or no safetensors; copy it again"
+                    f"{path} is damaged: {str(error).splitlines()[0]}",
+                    "it is cut short or no safetensors; copy it again",
                 ) from None
             self._where.update(dict.fromkeys(file.keys(), file))
         if not self._where:
@@ -220,4 +223,3 @@ def plain_dtype(folder: Path) -> str:
 def torch_dtype(name: str) -> torch.dtype:
     """bfloat16, float16 or float32 as a torch type."""
     return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
-

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 from pathlib import Path
 from typing import Any
 
-from halfbyte.records.errors import UserError, unknown_name
+from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.schema import QuantizeSpec
+from halfbyte.records.errors import UserError, unknown_name
 
-# Algorithms whose whole result is the quantizers' amax, which is what calibration/ keeps. Others change weights too.
-ALGORITHMS = ("max",)
+# Algorithms whose whole result is the quantizers' amax, which is what calibration/ keeps (None: nothing to calibrate).
+ALGORITHMS = ("max", None)
 
 
 def _listed_recipes() -> list[str]:
@@ -27,7 +26,7 @@ def _from_recipe(name: str) -> dict[str, Any]:
     from modelopt.recipe import load_recipe
 
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints where it looks; stdout is for results
+        with quiet_upstream():
             recipe = load_recipe(name)
     except FileNotFoundError:
         raise unknown_name("ModelOpt recipe", name, _listed_recipes()) from None
@@ -92,4 +91,4 @@ def require_supported_algorithm(config: dict[str, Any]) -> None:
     algorithm = config.get("algorithm")
     method = algorithm.get("method") if isinstance(algorithm, dict) else algorithm
     if method not in ALGORITHMS:
-        raise UserError(f"calibration algorithm {method!r} is not supported yet", f"supported: {', '.join(ALGORITHMS)}")
+        raise UserError(f"calibration algorithm {method!r} is not supported yet", "supported: max")

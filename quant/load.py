@@ -1,4 +1,4 @@
-"""Read-back: opens a model for evaluation, whether an original or an exported FP8 or NVFP4 checkpoint, from its files alone.
+"""Read-back: opens a model for evaluation, an original or an exported FP8 or NVFP4 checkpoint, from its files alone.
 
 transformers' from_pretrained loads a ModelOpt export as garbage with only a log line. Here the packed weights are
 dequantized by what the checkpoint stores, and ModelOpt's quantizers are set to the stored input and KV-cache scales, so
@@ -36,10 +36,10 @@ from halfbyte.quant.numerics import (
     fp8_dequantize,
     nvfp4_dequantize,
 )
-from halfbyte.quant.ptq import captured_prints
+from halfbyte.quant.upstream import quiet_upstream
+from halfbyte.recipes.schema import ModelSpec
 from halfbyte.records.errors import UserError
 from halfbyte.records.record import ModelSummary
-from halfbyte.recipes.schema import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,7 +88,9 @@ def load(spec: ModelSpec, *, dtype: str = "auto", device: str | None = None) -> 
     return Loaded(model, open_tokenizer(source), summary, str(computed).removeprefix("torch."))
 
 
-def open_exported(source: Source, declared: QuantFormat, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def open_exported(
+    source: Source, declared: QuantFormat, *, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
     """The exported checkpoint as a transformers model in evaluation mode.
 
     Raises:
@@ -103,18 +105,19 @@ def open_exported(source: Source, declared: QuantFormat, *, dtype: torch.dtype, 
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # or transformers looks for a quantizer of its own
     with torch.device("meta"):
-        architecture = type(AutoModelForCausalLM.from_config(config))
+        architecture = type(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
     with Tensors(source.folder) as tensors:
         scales = read_scales(tensors, declared)
         weights = {name: _weight(tensors, name, dtype) for name in tensors if not _is_scale(name)}
-        model, info = architecture.from_pretrained(
-            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
-        )
+        with quiet_upstream():
+            model, info = architecture.from_pretrained(
+                None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+            )
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if info[kind]:
             first = sorted(map(str, info[kind]))[0]
             raise UserError(
-                f"{source.folder} does not fit its configuration: {len(info[kind])} {kind.replace('_', ' ')}, first {first}",
+                f"{source.folder} does not fit its configuration: {len(info[kind])} {kind}, first {first}",
                 "copy the checkpoint again, whole, or export it again",
             )
     model = model.to(device).eval()
@@ -156,7 +159,9 @@ def read_scales(tensors: Tensors, declared: QuantFormat) -> dict[str, Tensor]:
     scales = {name: tensors[name].float() for name in tensors if _is_scale(name)}
     for name, scale in scales.items():
         if not bool(torch.isfinite(scale).all()) or bool((scale <= 0).any()):
-            raise UserError(f"{name} is zero, negative or not finite", "the checkpoint is damaged; export the model again")
+            raise UserError(
+                f"{name} is zero, negative or not finite", "the checkpoint is damaged; export the model again"
+            )
     return {name: scale for name, scale in scales.items() if not name.endswith(("weight_scale", "weight_scale_2"))}
 
 
@@ -171,7 +176,7 @@ def attach_quantizers(model: nn.Module, scales: Mapping[str, Tensor], declared: 
     from modelopt.torch.quantization.conversion import replace_quant_module, set_quantizer_by_cfg
 
     register()
-    with captured_prints():
+    with quiet_upstream():
         replace_quant_module(model)
         set_quantizer_by_cfg(model, [{"quantizer_name": "*", "enable": False}])
     modules = dict(model.named_modules())

@@ -1,4 +1,4 @@
-"""Opening an original model: a hub id, a local folder, or a GGUF file; always from a local folder whose digest is known."""
+"""Opening an original model: a hub id, a local folder or a GGUF file, always from files whose digest is known."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfbyte.quant.checkpoint import quant_format, read_config, shard_files, summarize, torch_dtype
+from halfbyte.quant.upstream import quiet_upstream
+from halfbyte.recipes.schema import ModelSpec
 from halfbyte.records.digests import file_digest, model_digest
 from halfbyte.records.errors import UserError
 from halfbyte.records.record import ModelSummary
-from halfbyte.recipes.schema import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,7 +53,8 @@ def device_of(name: str | None) -> torch.device:
         raise UserError(f"device '{name}' is not supported", "known: auto, cpu, cuda, cuda:0, ...")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
-            f"device '{name}' is not on this machine", f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs"
+            f"device '{name}' is not on this machine",
+            f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs",
         )
     return device
 
@@ -102,7 +104,9 @@ def _snapshot(name: str, revision: str | None, gguf_file: str | None) -> Path:
             f"{name} is gated", "accept its terms on its page, then log in with `hf auth login`, or give a local folder"
         ) from None
     except RepositoryNotFoundError:
-        raise UserError(f"the hub has no model {name} you may read", "check the name or log in with `hf auth login`") from None
+        raise UserError(
+            f"the hub has no model {name} you may read", "check the name or log in with `hf auth login`"
+        ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
         raise UserError(
             f"{name} is no folder here and the hub cannot be reached ({type(error).__name__})",
@@ -120,7 +124,7 @@ def open_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
     options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
-        return AutoTokenizer.from_pretrained(source.folder, **options)  # type: ignore[no-any-return,no-untyped-call]
+        return AutoTokenizer.from_pretrained(source.folder, **options)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{source.folder} has no usable tokenizer: {str(error).splitlines()[0]}") from None
 
@@ -147,7 +151,8 @@ def open_original(
         raise UserError(f"{source.folder} is an exported checkpoint, not an original model", "give the original model")
     options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=compute, **options)
+        with quiet_upstream():
+            model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype=compute, **options)
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise UserError(f"transformers cannot open {source.folder}: {str(error).strip().splitlines()[0]}") from error
     if source.gguf_file is not None:
@@ -186,4 +191,3 @@ def original_summary(source: Source, spec: ModelSpec) -> ModelSummary:
         bytes_on_disk=size,
         bits_per_weight=8 * size / weights,
     )
-

@@ -104,7 +104,7 @@ def e4m3_round(x: Tensor) -> Tensor:
 def _blocks(x: Tensor, size: int) -> Tensor:
     if x.shape[-1] % size:
         raise ValueError(f"the last dimension of {tuple(x.shape)} is not a multiple of the block size {size}")
-    return x.unflatten(-1, (-1, size))
+    return x.reshape(*x.shape[:-1], -1, size)
 
 
 def nvfp4_scale_2(amax: Tensor) -> Tensor:

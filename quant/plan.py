@@ -14,7 +14,7 @@ from torch import nn
 from halfbyte.quant.checkpoint import FP8, NVFP4, W4A16_NVFP4
 from halfbyte.quant.models import Source
 from halfbyte.quant.numerics import NVFP4_BLOCK
-from halfbyte.quant.ptq import captured_prints
+from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.errors import UserError
 
 _NAMES = {"fp8": FP8, "nvfp4": NVFP4, "w4a16_nvfp4": W4A16_NVFP4}
@@ -107,7 +107,7 @@ def make_plan(source: Source, config: dict[str, Any], dtype: torch.dtype) -> Pla
     try:
         model_config = AutoConfig.from_pretrained(source.folder, **options)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)  # type: ignore[no-untyped-call]
     except (ValueError, KeyError, OSError) as error:
         raise UserError(f"transformers cannot open {source.folder}: {str(error).strip().splitlines()[0]}") from None
     return plan_of(model, config)
@@ -120,7 +120,7 @@ def plan_of(model: nn.Module, config: dict[str, Any]) -> Plan:
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     dtype = next(iter(parameters.values())).dtype
-    with captured_prints():
+    with quiet_upstream():
         replace_quant_module(model)
         set_quantizer_by_cfg(model, config["quant_cfg"])
     layers = tuple(_layers(model, kinds))
@@ -177,11 +177,11 @@ def _layers(model: nn.Module, kinds: dict[str, str]) -> Iterator[Layer]:
 
 
 def _kv_cache(model: nn.Module) -> tuple[str | None, int]:
-    enabled = [
+    enabled: list[Any] = [
         module.k_bmm_quantizer
         for module in model.modules()
         if getattr(getattr(module, "k_bmm_quantizer", None), "is_enabled", False)
     ]
     if not enabled:
         return None, 0
-    return (FP8 if enabled[0].num_bits == (4, 3) else NVFP4), len(enabled)  # type: ignore[operator]
+    return (FP8 if enabled[0].num_bits == (4, 3) else NVFP4), len(enabled)

@@ -1,11 +1,8 @@
-"""Post-training quantization of a causal LM with ModelOpt: calibrate, keep the calibration, settle the scales, export."""
+"""Post-training quantization with ModelOpt: calibrate, keep the calibration, settle the scales, export."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,28 +12,15 @@ from torch import nn
 
 from halfbyte.quant.backend import use_cpu_backend
 from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, amax_of_scale, fp8_dequantize, fp8_quantize, fp8_scale
+from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import atomic_folder, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 STATE_FILE = "state.json"
 AMAX_FILE = "amax.safetensors"
-
-
-@contextlib.contextmanager
-def captured_prints() -> Iterator[None]:
-    """Sends what ModelOpt prints to the log, since stdout is for results."""
-    text = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(text):
-            yield
-    finally:
-        for line in text.getvalue().splitlines():
-            logger.debug("modelopt: %s", line)
 
 
 def quantizers(model: nn.Module) -> dict[str, Any]:
@@ -63,12 +47,14 @@ def calibrate(model: PreTrainedModel, config: dict[str, Any], loop: Callable[[nn
         config = use_cpu_backend(config)
     if loop is None:
         config = {**config, "algorithm": None}
-    with captured_prints():
+    with quiet_upstream():
         mtq.quantize(model, config, loop)
     for name, quantizer in quantizers(model).items():
         amax = quantizer.amax
         if amax is not None and not bool(torch.isfinite(amax).all()):
-            raise UserError(f"calibration of {name} gave amax {amax.flatten()[0].item()}", "the model overflows: calibrate it in float32 or bfloat16")
+            raise UserError(
+                f"calibration of {name} gave an amax that is not finite", "the model overflows on these texts"
+            )
 
 
 def save_calibration(model: nn.Module, folder: Path, key: str) -> None:
@@ -106,7 +92,9 @@ def load_calibration(model: PreTrainedModel, config: dict[str, Any], folder: Pat
     for key, amax in state.items():
         quantizer = known.get(key.removesuffix(".amax"))
         if quantizer is None:
-            raise UserError(f"{folder} has an amax for {key}, which the model lacks", "delete the folder or use --force")
+            raise UserError(
+                f"{folder} has an amax for {key}, which the model lacks", "delete the folder or use --force"
+            )
         quantizer.amax = amax.to(model.device)
 
 
@@ -121,7 +109,7 @@ def settle(model: PreTrainedModel) -> None:
     """
     from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
 
-    with captured_prints(), torch.no_grad():
+    with quiet_upstream(), torch.no_grad():
         requantize_resmooth_fused_llm_layers(model)
     for name, quantizer in quantizers(model).items():
         amax = getattr(quantizer, "_amax", None)
@@ -163,7 +151,6 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: P
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-    with atomic_folder(folder) as partial:
-        with captured_prints():
-            export_hf_checkpoint(model, dtype=dtype, export_dir=partial)
+    with atomic_folder(folder) as partial, quiet_upstream():
+        export_hf_checkpoint(model, dtype=dtype, export_dir=partial)
         tokenizer.save_pretrained(partial)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,8 @@ def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
-    try:
+    with suppress(OSError, UserError):  # the cache saves time and nothing else; a read-only home must not stop a run
         write_text(entry, digest.hexdigest())
-    except (OSError, UserError):
-        pass  # the cache saves time and nothing else; a read-only home must not stop a run
     return digest.hexdigest()
 
 

@@ -94,6 +94,8 @@ class Manifest(BaseModel):
     data: dict[str, str] = Field(default_factory=dict)
     """Digest of each calibration or training text collection, by name."""
     seeds: dict[str, int] = Field(default_factory=dict)
+    keys: dict[str, str] = Field(default_factory=dict)
+    """What each stage depended on, as a digest; a stage whose key is unchanged is not done again."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """Wall time of each stage."""
 

@@ -109,6 +109,8 @@ class EvaluationRecord(_Strict):
     schema_version: int = 1
     status: Literal["done"] = "done"
     created: str
+    key: str = ""
+    """Digest of everything that decides this record; an evaluation of the same key is not done twice."""
     model: ModelSummary
     fingerprint: Fingerprint
     primary: list[str]

@@ -1,0 +1,42 @@
+"""halfbyte quantize: from a recipe to an exported checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+
+from halfbyte.recipes.find import load_recipe
+from halfbyte.records.files import dumps
+from halfbyte.records.run import RunFolder
+
+
+def run(args: Namespace) -> int:
+    """Prints the plan, makes the checkpoint, prints where it is."""
+    overrides = list(args.set)
+    if args.model is not None:
+        overrides.append(f"model.id={args.model}")
+    recipe = load_recipe(args.recipe, overrides)
+    from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in the recipe should not
+
+    job = produce.prepare(recipe, args.device)
+    print(
+        f"{recipe.name}: {job.source.name}\n{job.plan}",
+        file=sys.stdout if args.dry_run and not args.json else sys.stderr,
+    )
+    if args.dry_run:
+        if args.json:
+            print(dumps({"recipe": recipe.name, "model": job.source.name, **job.plan.as_dict()}), end="")
+        return 0
+    folder = RunFolder(args.output)
+    if not args.force:
+        produce.require_own_folder(job, folder, force=False)  # before the lock makes the folder
+    with folder.lock():
+        if args.force:
+            produce.require_own_folder(job, folder, force=True)
+        summary = produce.produce(job, folder, data_root=args.data_root, quiet=args.quiet)
+    if args.json:
+        print(dumps({"checkpoint": str(folder.checkpoint), **summary.model_dump()}), end="")
+    else:
+        print(f"{summary.format}, {summary.bytes_on_disk / 1e6:.1f} MB, {summary.bits_per_weight:.2f} bits per weight")
+        print(f"checkpoint: {folder.checkpoint}")
+    return 0

@@ -1,0 +1,200 @@
+"""From a recipe to a checkpoint on disk: plan, calibrate, export; what is done already is recognised and skipped."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.quant import calibration, ptq
+from halfbyte.quant.checkpoint import quant_format, summarize, torch_dtype
+from halfbyte.quant.configs import quant_config
+from halfbyte.quant.models import Source, compute_dtype, device_of, locate, open_original, open_tokenizer
+from halfbyte.quant.plan import Plan, make_plan
+from halfbyte.recipes.find import recipe_digest, resolved_yaml
+from halfbyte.recipes.schema import Recipe
+from halfbyte.recipes.texts import load_texts
+from halfbyte.records.digests import file_digest, model_digest, value_digest
+from halfbyte.records.errors import UserError
+from halfbyte.records.files import write_text
+from halfbyte.records.manifest import Manifest, load_manifest, package_versions
+from halfbyte.records.record import ModelSummary
+from halfbyte.records.run import RunFolder
+
+logger = logging.getLogger(__name__)
+
+# A change of one of these may change a calibration or an export.
+_SHAPING_PACKAGES = ("halfbyte", "nvidia-modelopt", "transformers")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe made ready: everything that can fail early has been looked at."""
+
+    recipe: Recipe
+    source: Source
+    config: dict[str, Any]
+    """ModelOpt's configuration."""
+    plan: Plan
+    device: torch.device
+    key: str
+    """Digest of all that shapes the checkpoint."""
+
+
+def prepare(recipe: Recipe, device: str | None = None) -> Job:
+    """Finds the model, resolves the quantize block and plans; reads no weight.
+
+    Raises:
+        UserError: for whatever can be known to fail before hours are spent.
+    """
+    where = device_of(device)
+    if recipe.model.kind != "causal-lm":
+        raise UserError(f"model kind '{recipe.model.kind}' cannot be quantized yet", "supported: causal-lm")
+    config = quant_config(recipe.quantize)
+    source = locate(recipe.model.id, revision=recipe.model.revision, gguf_file=recipe.model.gguf_file)
+    if source.gguf_file is None and quant_format(source.folder) is not None:
+        raise UserError(f"{recipe.model.id} is an exported checkpoint already", "give the original model")
+    plan = make_plan(source, config, torch_dtype(recipe.model.dtype))
+    versions = package_versions()
+    key = value_digest(
+        {
+            "model": source.digest,
+            "dtype": recipe.model.dtype,
+            "quantize": recipe.quantize.model_dump(mode="json"),
+            "texts": [_identity(entry.dataset) for entry in recipe.quantize.calibration.sources],
+            "device": where.type,
+            "packages": {name: versions[name] for name in _SHAPING_PACKAGES},
+        }
+    )
+    return Job(recipe, source, config, plan, where, key)
+
+
+def _identity(dataset: str) -> str:
+    path = Path(dataset).expanduser()
+    return file_digest(path) if path.is_file() else dataset
+
+
+def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:
+    """Refuses an output folder that belongs to another recipe; with `force` it is emptied.
+
+    Raises:
+        UserError: when it does, or holds files that no run wrote.
+    """
+    if not run.root.exists():
+        return
+    if force:
+        for path in run.root.iterdir():
+            if path.name != ".lock":
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        return
+    names = {path.name for path in run.root.iterdir()} - {".lock"}
+    if names and not run.recipe.is_file():
+        raise UserError(f"{run.root} is not empty and no run wrote it", "choose another --output")
+    if run.manifest.is_file():
+        other = load_manifest(run.manifest)
+        if other.recipe != job.recipe.name:
+            raise UserError(
+                f"{run.root} belongs to recipe '{other.recipe}', not to '{job.recipe.name}'",
+                "choose another --output, or --force to replace it",
+            )
+        if other.keys.get("checkpoint") != job.key:
+            raise UserError(
+                f"{run.root} holds a checkpoint made from another model, quantize block or version of the packages",
+                "choose another --output, or --force to replace it",
+            )
+
+
+def require_space(job: Job, run: RunFolder) -> None:
+    """Refuses to start when the disk cannot hold the predicted checkpoint.
+
+    Raises:
+        UserError: with the sizes.
+    """
+    run.root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(run.root).free
+    needed = job.plan.tensor_bytes
+    if free < needed:
+        raise UserError(
+            f"no space for the checkpoint at {run.root}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free",
+            "free some space or choose another --output",
+        )
+
+
+def produce(job: Job, run: RunFolder, *, data_root: Path | None = None, quiet: bool = False) -> ModelSummary:
+    """Writes run.checkpoint, run.calibration, run.recipe and run.manifest; skips what is there.
+
+    The caller holds run.lock() and has called require_own_folder.
+
+    Returns:
+        What the checkpoint weighs.
+
+    Raises:
+        UserError: for bad calibration data, a full disk, or a calibration that overflows.
+    """
+    write_text(run.recipe, resolved_yaml(job.recipe))
+    if run.manifest.is_file() and run.checkpoint.is_dir():
+        known = load_manifest(run.manifest)
+        if known.keys.get("checkpoint") == job.key and known.checkpoint_digest == model_digest(run.checkpoint):
+            logger.info("checkpoint: done already")
+            return summarize(run.checkpoint, job.recipe.name)
+    require_space(job, run)
+    spec = job.recipe.quantize.calibration
+    own = torch_dtype(job.recipe.model.dtype)
+    seconds: dict[str, float] = {}
+    data: dict[str, str] = {}
+    with _timed(seconds, "load"):
+        tokenizer = open_tokenizer(job.source)
+        computed = compute_dtype("auto", job.device, own)
+        model = open_original(job.source, weights=own, compute=computed, device=job.device)
+    if ptq.has_calibration(run.calibration, job.key):
+        logger.info("calibration: done already")
+        ptq.load_calibration(model, job.config, run.calibration)
+    else:
+        texts: list[str] = []
+        for entry in spec.sources:
+            found = load_texts(entry, seed=spec.seed, data_root=data_root)
+            texts += found.texts
+            data[f"calibration: {entry.dataset}"] = found.digest
+        sequences = calibration.tokenize(texts, tokenizer, spec.length)
+        loop = calibration.forward_loop(
+            sequences,
+            tokens_per_row=spec.length * spec.batch_size,
+            pack=calibration.packs_exactly(model),
+            quiet=quiet,
+        )
+        with _timed(seconds, "calibrate"):
+            ptq.calibrate(model, job.config, loop)
+        ptq.save_calibration(model, run.calibration, job.key)
+    with _timed(seconds, "export"):
+        ptq.settle(model)
+        ptq.export(model, tokenizer, run.checkpoint, own)
+    Manifest(
+        recipe=job.recipe.name,
+        recipe_digest=recipe_digest(job.recipe),
+        model=job.source.name,
+        model_digest=job.source.digest,
+        checkpoint_digest=model_digest(run.checkpoint),
+        data=data,
+        seeds={"calibration": spec.seed},
+        keys={"checkpoint": job.key},
+        seconds=seconds,
+    ).save(run.manifest)
+    return summarize(run.checkpoint, job.recipe.name)
+
+
+class _timed:
+    """Adds the wall time of a block to a table of seconds."""
+
+    def __init__(self, seconds: dict[str, float], stage: str) -> None:
+        self.seconds, self.stage = seconds, stage
+
+    def __enter__(self) -> None:
+        self.start = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self.stage] = round(time.monotonic() - self.start, 3)

@@ -1,0 +1,42 @@
+"""Calling upstream libraries quietly: stdout is for results, so what they print and warn goes to the debug log."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+_NOISY = ("modelopt", "transformers")
+
+
+@contextlib.contextmanager
+def quiet_upstream() -> Iterator[None]:
+    """Silences ModelOpt's prints and warnings and transformers' bars within the block; --quiet has no part in it.
+
+    Everything is kept at level DEBUG, and nothing is caught: an error passes through.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    text = io.StringIO()
+    levels = {name: logging.getLogger(name).level for name in _NOISY}
+    bars = transformers_logging.is_progress_bar_enabled()
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(text):
+            warnings.simplefilter("always")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        for warning in caught:
+            logger.debug("upstream warns: %s", warning.message)
+        for line in text.getvalue().splitlines():
+            logger.debug("upstream prints: %s", line)

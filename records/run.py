@@ -1,0 +1,70 @@
+"""The run folder: where each stage of a run puts its result, and the lock that keeps two processes out of one."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfbyte.records.errors import UserError, disk_full_is_a_user_error
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths in runs/<recipe>/. Nothing else in the project knows them."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.root / "recipe.yaml"
+
+    @property
+    def manifest(self) -> Path:
+        """What made the checkpoint."""
+        return self.root / "manifest.json"
+
+    @property
+    def calibration(self) -> Path:
+        """The quantizers' amax, saved before export."""
+        return self.root / "calibration"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The exported checkpoint, in the unified Hugging Face layout."""
+        return self.root / "checkpoint"
+
+    def evaluations(self, model_digest: str) -> Path:
+        """The records of one model, a folder a task."""
+        return self.root / "evaluations" / model_digest[:16]
+
+    def fidelity(self, candidate_digest: str) -> Path:
+        """The fidelity record of one candidate."""
+        return self.root / "fidelity" / candidate_digest[:16]
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Holds the folder for this process; a kill frees it.
+
+        Raises:
+            UserError: when another process holds it, or the folder cannot be made.
+        """
+        try:
+            with disk_full_is_a_user_error(self.root):
+                self.root.mkdir(parents=True, exist_ok=True)
+                file = (self.root / ".lock").open("w")
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            raise UserError(
+                f"cannot use {self.root} as the output folder: {error.strerror}", "choose another --output"
+            ) from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"another process works in {self.root}", "wait for it, or choose another --output"
+                ) from None
+            yield
