@@ -71,6 +71,9 @@ def loading(name: str, root: Path | None) -> Iterator[None]:
     local = Path(name).exists() or find_dataset(name, root) != name
     if not local and name.startswith(("/", ".", "~")):
         raise UserError(f"data set folder {name} does not exist")
+    bars = datasets.are_progress_bars_disabled()
+    if local:
+        datasets.disable_progress_bars()
     before = datasets.config.HF_HUB_OFFLINE
     if not local and not before and not hub_is_reachable():
         datasets.config.HF_HUB_OFFLINE = True
@@ -91,6 +94,8 @@ def loading(name: str, root: Path | None) -> Iterator[None]:
         raise UserError(f"data set '{name}': {' '.join(str(error).split())}") from error
     finally:
         datasets.config.HF_HUB_OFFLINE = before
+        if local and not bars:
+            datasets.enable_progress_bars()
 
 
 def _reason(name: str, root: Path | None, error: Exception) -> str:

@@ -1,0 +1,140 @@
+"""Which lm-eval task a name means, with its data from the data root where it is there."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import datasets
+import lm_eval.api.task
+import lm_eval.models.huggingface
+import numpy as np
+from lm_eval.tasks import TaskManager
+from tqdm import tqdm
+
+from halfbyte.recipes.data import find_dataset, loading
+from halfbyte.records.errors import UserError, unknown_name
+
+TASKS = Path(__file__).resolve().parent / "tasks"
+FILE_FORMATS = ("json", "csv", "parquet", "text", "arrow")
+"""What `datasets` reads by itself: names of formats, not of data sets."""
+
+
+class _SilentBar(tqdm):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "disable": True})
+
+
+@contextmanager
+def quiet_lm_eval() -> Iterator[None]:
+    """Without lm-eval's own bars, which cannot be turned off from outside, and below its log level of errors."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with (
+            patch.object(lm_eval.api.task, "tqdm", _SilentBar),
+            patch.object(lm_eval.models.huggingface, "tqdm", _SilentBar),
+        ):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@cache
+def task_manager(*, ours_only: bool) -> TaskManager:
+    """lm-eval's index of tasks; with its own tasks this reads thousands of files, some seconds, once a process."""
+    return TaskManager(include_path=str(TASKS), include_defaults=not ours_only)
+
+
+def find_manager(name: str) -> TaskManager:
+    """The index that knows the task, tag or group `name`.
+
+    Raises:
+        UserError: when there is none; names the nearest.
+    """
+    ours = task_manager(ours_only=True)
+    if name in ours.all_tasks:
+        return ours
+    every = task_manager(ours_only=False)
+    if name in every.all_tasks:
+        return every
+    error = unknown_name("task", name, every.all_tasks)
+    near, _, _ = (error.hint or "").partition("known: ")
+    raise UserError(error.message, f"{near}`lm-eval ls tasks` lists lm-eval's; ours: {', '.join(ours.all_tasks)}")
+
+
+def load_task(name: str, root: Path | None, seed: int = 1234) -> list[Any]:
+    """lm-eval's objects for a task or group (one), or for a tag (one for each of its tasks).
+
+    Python's and numpy's random numbers are seeded first: some tasks shuffle their choices while they load.
+
+    Args:
+        name: As lm-eval knows it, or one of ours.
+        root: The data root, see recipes.data.data_root.
+        seed: For the order of shuffled choices.
+
+    Raises:
+        UserError: for an unknown task, a data set that is not to be had, a split it lacks, or no question in it.
+    """
+    manager = find_manager(name)
+    seen: list[_Loaded] = []
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        with quiet_lm_eval(), patch.object(datasets, "load_dataset", _loader(root, seen)):
+            loaded = manager.load([name])
+    except KeyError as error:
+        if seen and seen[-1].splits is not None and str(error.args[0]) not in seen[-1].splits:
+            splits = ", ".join(seen[-1].splits)
+            raise UserError(
+                f"task '{name}' needs {error.args[0]!r} of data set '{seen[-1].name}', which has: {splits}",
+                "add the missing file and split to the folder in the data root",
+            ) from error
+        raise
+    except IndexError as error:
+        if "out of bounds for size 0" not in str(error):
+            raise
+        raise UserError(f"task '{name}' has no question in data set '{seen[-1].name}'") from error
+    groups = loaded.get("groups") or {}
+    if name in groups:
+        return [groups[name]]
+    return list(loaded["tasks"].values())
+
+
+def _beside(file: Any) -> Any:
+    return str(TASKS / file) if isinstance(file, str) and (TASKS / file).is_file() else file
+
+
+class _Loaded:
+    def __init__(self, name: str, splits: list[str] | None) -> None:
+        self.name = name
+        self.splits = splits
+
+
+def _loader(root: Path | None, seen: list[_Loaded]) -> Any:
+    """`datasets.load_dataset` with the data root in front of the hub.
+
+    In place of the function rather than of the path in each task's configuration: it reaches tasks written in Python
+    and tasks inside groups as well, and leaves the hub id in lm-eval's result files.
+    """
+    load = datasets.load_dataset
+
+    def load_dataset(path: str, name: str | None = None, *arguments: Any, **options: Any) -> Any:
+        files = options.get("data_files")
+        if path == "json" and isinstance(files, dict):  # our own tasks name files that lie beside them
+            options["data_files"] = {split: _beside(file) for split, file in files.items()}
+        with nullcontext() if path in FILE_FORMATS else loading(path, root):
+            found = load(find_dataset(path, root), name, *arguments, **options)
+        seen.append(_Loaded(path, list(found) if isinstance(found, dict) else None))
+        if isinstance(found, dict) and not any(len(rows) for rows in found.values()):
+            raise UserError(f"data set '{path}' has no question in it")
+        return found
+
+    return load_dataset
