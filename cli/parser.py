@@ -172,7 +172,7 @@ def _add_compare(commands: Commands) -> None:
         "  halfbyte compare out/bf16 out/nvfp4 --format html --output report",
     )
     _add_sides(parser, several=True)
-    parser.add_argument("--policy", default="release", metavar="NAME_OR_FILE", help="margins for the verdict (release)")
+    parser.add_argument("--policy", metavar="NAME_OR_FILE", help="also judge by this policy; not judged if absent")
     parser.add_argument("--format", choices=FORMATS, default="text", help="what is printed on stdout (text)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="also write comparison.json, report.md, report.html")
 
