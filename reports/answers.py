@@ -1,0 +1,91 @@
+"""What a model answered: a line of lm-eval's samples file cut to the question, the right answer and the one given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+QUESTION_LENGTH = 600
+ANSWER_LENGTH = 400
+_QUESTION_FIELDS = ("question", "problem", "Question", "query", "prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One model's answer to one question, for people to read."""
+
+    question: str
+    target: str
+    given: str
+
+
+def read_answer(raw: dict[str, Any], metric: str) -> Answer:
+    """The answer in a sample line, as the metric saw it.
+
+    Args:
+        raw: A line of samples_*.jsonl.
+        metric: acc takes the likeliest choice and acc_norm the likeliest per character, as lm-eval does.
+    """
+    requests = _requests(raw.get("arguments"))
+    choices = [str(request[1]) for request in requests] if all(len(request) > 1 for request in requests) else []
+    if len(choices) > 1 and len(set(choices)) == 1:  # tasks such as winogrande vary the context instead
+        choices = [f"choice {i}" for i in range(len(choices))]
+    responses = raw.get("filtered_resps", [])
+    scores = [_score(response) for response in responses]
+    if len(choices) > 1 and len(scores) >= len(choices) and all(score is not None for score in scores):
+        # lm-eval measures a choice without the space that joins it to the prompt
+        lengths = [max(1, len(choice.removeprefix(" "))) if metric == "acc_norm" else 1 for choice in choices]
+        values = [(score or 0.0) / length for score, length in zip(scores, lengths, strict=False)]
+        given = choices[max(range(len(choices)), key=values.__getitem__)]
+    else:
+        choices = []
+        given = _first(responses) if responses else _first(raw.get("resps", []))
+    target = _target(raw.get("target"), choices)
+    return Answer(_question(raw, requests), _cut(target, ANSWER_LENGTH), _cut(given, ANSWER_LENGTH))
+
+
+def _requests(arguments: Any) -> list[list[Any]]:
+    """The arguments of each request: lm-eval writes {"gen_args_0": {"arg_0": ..., "arg_1": ...}, ...}, or lists."""
+    if isinstance(arguments, dict):
+        ordered = sorted(arguments.items(), key=lambda item: int(item[0].rsplit("_", 1)[-1]))
+        return [list(value.values()) if isinstance(value, dict) else [value] for _, value in ordered]
+    return [list(one) if isinstance(one, (list, tuple)) else [one] for one in arguments or []]
+
+
+def _score(response: Any) -> float | None:
+    head = response[0] if isinstance(response, (list, tuple)) and response else None
+    try:
+        return float(head)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def _first(responses: Any) -> str:
+    while isinstance(responses, (list, tuple)):
+        if not responses:
+            return ""
+        responses = responses[0]
+    return str(responses)
+
+
+def _target(target: Any, choices: list[str]) -> str:
+    text = str(target).strip()
+    if choices and text.isdecimal() and int(text) < len(choices):
+        return choices[int(text)]
+    return text
+
+
+def _question(raw: dict[str, Any], requests: list[list[Any]]) -> str:
+    doc = raw.get("doc")
+    if isinstance(doc, dict):
+        for field in _QUESTION_FIELDS:
+            if isinstance(doc.get(field), str):
+                return _cut(doc[field], QUESTION_LENGTH)
+    # the question is the end of the prompt; few-shot examples come before it
+    prompt = str(requests[0][0]).strip() if requests and requests[0] else ""
+    return prompt if len(prompt) <= QUESTION_LENGTH else f"...{prompt[-QUESTION_LENGTH:]}"
+
+
+def _cut(text: str, length: int) -> str:
+    text = text.strip()
+    return text if len(text) <= length else f"{text[:length]}..."

@@ -1,0 +1,281 @@
+"""Comparing: the records of a candidate and its baseline, question by question, into one Comparison.
+
+comparison = compare(Path("evaluations/base"), Path("evaluations/nvfp4"), policy=load_policy("release"))
+print(render_text([comparison]))
+sys.exit(comparison.verdict.exit_code)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from halfbyte.records.errors import UserError, unknown_name
+from halfbyte.records.fidelity import FidelityRecord
+from halfbyte.records.manifest import now
+from halfbyte.records.record import EvaluationRecord, Health, ModelSummary, find_records
+from halfbyte.reports.comparison import Comparison, FidelityResult, Flip, SubtaskResult, TaskResult
+from halfbyte.reports.gate import judge
+from halfbyte.reports.pairing import Key, Pairs, pair
+from halfbyte.reports.policy import Policy
+from halfbyte.reports.statistics import ALPHA, Interval, paired_loss, ratio_interval
+
+SHOWN_LOST = 50
+SHOWN_GAINED = 20
+_TOLERANCE = 1e-6
+
+Folders = Path | Sequence[Path]
+
+
+def compare(
+    baseline: Folders,
+    candidate: Folders,
+    policy: Policy | None = None,
+    fidelity: FidelityRecord | None = None,
+    tasks: Sequence[str] | None = None,
+) -> Comparison:
+    """Compares all tasks of two models; with a policy, judges them too.
+
+    Args:
+        baseline: A folder with records, or several.
+        candidate: The same for the other model.
+        policy: Gives the margins, the error level and the verdict; None compares without judging.
+        fidelity: The candidate's fidelity against this baseline.
+        tasks: Compare these tasks only; by default both sides must have the same ones.
+
+    Raises:
+        UserError: when there is nothing to compare, when the sides are not comparable, when a side mixes models, and
+            when the policy does not apply.
+    """
+    ours, theirs = _records(baseline), _records(candidate)
+    pairs = [pair(ours[task], theirs[task]) for task in _common_tasks(ours, theirs, tasks)]
+    first = _one_model([one.baseline for one in pairs], "baseline")
+    second = _one_model([one.candidate for one in pairs], "candidate")
+    alpha = policy.alpha if policy is not None else ALPHA
+    comparison = Comparison(
+        created=now(),
+        baseline=first,
+        candidate=second,
+        same_model=first.digest == second.digest,
+        tasks=[_task(one, alpha) for one in pairs],
+        fidelity=None if fidelity is None else _fidelity(fidelity, first, second, alpha),
+        packages={"baseline": pairs[0].baseline.packages, "candidate": pairs[0].candidate.packages},
+        hardware={"baseline": pairs[0].baseline.hardware, "candidate": pairs[0].candidate.hardware},
+        notes=_notes(pairs),
+    )
+    return comparison if policy is None else judge(comparison, policy)
+
+
+def _records(folders: Folders) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for folder in [folders] if isinstance(folders, Path) else folders:
+        for task, path in find_records(folder).items():
+            if task in found:
+                raise UserError(f"two records of task '{task}': {found[task]} and {path}", "name one of the two")
+            found[task] = path
+    if not found:
+        raise UserError("no folder to compare was given", "give a folder written by `halfbyte eval`")
+    return found
+
+
+def _common_tasks(ours: dict[str, Path], theirs: dict[str, Path], wanted: Sequence[str] | None) -> list[str]:
+    if wanted is not None:
+        if not wanted:
+            raise UserError("no task to compare was named", f"the baseline has {', '.join(sorted(ours))}")
+        for task in wanted:
+            if task not in ours:
+                raise unknown_name("task of the baseline", task, ours)
+            if task not in theirs:
+                raise unknown_name("task of the candidate", task, theirs)
+        return list(dict.fromkeys(wanted))
+    for side, missing in (("candidate", ours.keys() - theirs.keys()), ("baseline", theirs.keys() - ours.keys())):
+        if missing:
+            raise UserError(
+                f"the {side} has no record of {', '.join(sorted(missing))}",
+                "evaluate it there as well, or name the tasks to compare; a task that is left out is not a task passed",
+            )
+    return sorted(ours)
+
+
+def _one_model(records: list[EvaluationRecord], side: str) -> ModelSummary:
+    models = {record.model.digest: record.model for record in records}
+    if len(models) > 1:
+        names = ", ".join(f"{model.name} ({model.digest[:12]})" for model in models.values())
+        raise UserError(f"the records of the {side} are of {len(models)} different models: {names}", "evaluate again")
+    return records[0].model
+
+
+def _task(pairs: Pairs, alpha: float) -> TaskResult:
+    record = pairs.baseline
+    result = paired_loss(
+        pairs.baseline_values, pairs.candidate_values, higher_is_better=pairs.higher_is_better, alpha=alpha
+    )
+    recovery, interval = _recovery(pairs, alpha)
+    return TaskResult(
+        task=record.task,
+        metric=pairs.metric,
+        filter=pairs.filter,
+        higher_is_better=pairs.higher_is_better,
+        result=result,
+        recovery=recovery,
+        recovery_interval=interval,
+        subtasks=_subtasks(pairs),
+        flips=_flips(pairs),
+        settings=record.fingerprint,
+        baseline_health=record.health,
+        candidate_health=pairs.candidate.health,
+        notes=_task_notes(pairs),
+    )
+
+
+def _recovery(pairs: Pairs, alpha: float) -> tuple[float | None, Interval | None]:
+    """Candidate in percent of baseline, or the reverse where lower is better; nothing on scales that cross zero."""
+    top, bottom = pairs.candidate_values, pairs.baseline_values
+    if not pairs.higher_is_better:
+        top, bottom = bottom, top
+    if min(top.min(), bottom.min()) < 0 or bottom.mean() <= 0:
+        return None, None
+    found = ratio_interval(top, bottom, alpha)
+    if found is not None:
+        found = Interval(100 * found.low, 100 * found.high, found.level, found.method)
+    return 100 * float(top.mean() / bottom.mean()), found
+
+
+def _worse(pairs: Pairs) -> tuple[list[Key], list[Key]]:
+    """The questions that were lost and those that were gained, in order."""
+    losses = pairs.baseline_values - pairs.candidate_values
+    if not pairs.higher_is_better:
+        losses = -losses
+    lost = [key for key, loss in zip(pairs.keys, losses, strict=True) if loss > 0]
+    return lost, [key for key, loss in zip(pairs.keys, losses, strict=True) if loss < 0]
+
+
+def _subtasks(pairs: Pairs) -> list[SubtaskResult]:
+    names = np.array([key[0] for key in pairs.keys])
+    if len(pairs.baseline.fingerprint.subtasks) < 2:
+        return []
+    lost, gained = _worse(pairs)
+    rows = []
+    for name in sorted(set(names.tolist())):
+        mask = names == name
+        rows.append(
+            SubtaskResult(
+                subtask=name,
+                questions=int(mask.sum()),
+                baseline=float(pairs.baseline_values[mask].mean()),
+                candidate=float(pairs.candidate_values[mask].mean()),
+                lost=sum(key[0] == name for key in lost),
+                gained=sum(key[0] == name for key in gained),
+            )
+        )
+    return rows
+
+
+def _flips(pairs: Pairs) -> list[Flip]:
+    lost, gained = _worse(pairs)
+    chosen = [("lost", key) for key in _spread(lost, SHOWN_LOST)]
+    chosen += [("gained", key) for key in _spread(gained, SHOWN_GAINED)]
+    return [
+        Flip.model_validate(
+            {
+                "subtask": key[0],
+                "doc_id": key[2],
+                "change": change,
+                "question": pairs.answers[key][0].question,
+                "target": pairs.answers[key][0].target,
+                "baseline": pairs.answers[key][0].given,
+                "candidate": pairs.answers[key][1].given,
+            }
+        )
+        for change, key in chosen
+    ]
+
+
+def _spread(keys: list[Key], number: int) -> list[Key]:
+    """At most `number` of the keys, evenly through the list, so that every subtask has a chance to be seen."""
+    if len(keys) <= number:
+        return keys
+    return [keys[i * len(keys) // number] for i in range(number)]
+
+
+def _task_notes(pairs: Pairs) -> list[str]:
+    notes = []
+    print_ = pairs.baseline.fingerprint
+    if print_.limit is not None:
+        notes.append(f"cut to the first {print_.limit} questions of each subtask")
+    if any(number > 1 for number in print_.bos_per_prompt):
+        notes.append("some prompts begin with two BOS tokens, which lowers scores")
+    for side, health in (("baseline", pairs.baseline.health), ("candidate", pairs.candidate.health)):
+        notes += [f"{side}: {note}" for note in _health_notes(health)]
+    return notes
+
+
+def _health_notes(health: Health) -> Iterable[str]:
+    counts = (
+        (health.truncated, "prompts were cut to fit"),
+        (health.hit_cap, "answers ended at the token limit"),
+        (health.empty, "answers are empty"),
+        (health.unanswered, "answers hold nothing the filter could extract"),
+    )
+    return [f"{number} {what}" for number, what in counts if number]
+
+
+def _notes(pairs: list[Pairs]) -> list[str]:
+    notes = []
+    if pairs[0].same_model:
+        notes.append("Both sides are the same model: what the table shows is the noise floor.")
+    for name in sorted(pairs[0].baseline.packages):
+        versions = {str(one.baseline.packages.get(name)) for one in pairs}
+        others = {str(one.candidate.packages.get(name)) for one in pairs}
+        if versions != others:
+            notes.append(
+                f"The baseline was evaluated with {name} {', '.join(sorted(versions))} and the candidate with "
+                f"{', '.join(sorted(others))}."
+            )
+    for name in ("machine", "processor", "cuda"):
+        one, other = pairs[0].baseline.hardware.get(name), pairs[0].candidate.hardware.get(name)
+        if one != other:
+            notes.append(f"The sides were evaluated on different hardware ({name}: {one} and {other}).")
+    return notes
+
+
+def _fidelity(record: FidelityRecord, baseline: ModelSummary, candidate: ModelSummary, alpha: float) -> FidelityResult:
+    for side, ours, theirs in (("baseline", record.baseline, baseline), ("candidate", record.candidate, candidate)):
+        if ours.digest != theirs.digest:
+            raise UserError(
+                f"the fidelity record is of another {side} ({ours.name}, {ours.digest[:12]}) than the evaluations "
+                f"({theirs.name}, {theirs.digest[:12]})",
+                "measure fidelity of these two models",
+            )
+    tokens = np.array([window.tokens for window in record.windows], dtype=np.float64)
+    nll = np.array([[window.baseline_nll, window.candidate_nll] for window in record.windows], dtype=np.float64)
+    sums = np.array([[window.kl, window.agree] for window in record.windows], dtype=np.float64)
+    if not record.windows or not (tokens > 0).all() or not (np.isfinite(nll).all() and np.isfinite(sums).all()):
+        raise UserError("the fidelity record holds no windows, empty windows, or NaN or infinite sums", "measure again")
+    total = float(tokens.sum())
+    kl, agreement = (float(value) for value in sums.sum(axis=0) / total)
+    perplexities = [math.exp(float(value)) for value in nll.sum(axis=0) / total]
+    claimed = (record.kl, record.top1_agreement, record.baseline_perplexity, record.candidate_perplexity)
+    for value, claim in zip((kl, agreement, *perplexities), claimed, strict=True):
+        if not abs(value - claim) <= _TOLERANCE * max(1.0, abs(value)):  # also when it is NaN
+            raise UserError(
+                f"the fidelity record claims {claim:g} where its windows sum to {value:g}", "measure fidelity again"
+            )
+    found = ratio_interval(nll[:, 1] - nll[:, 0], tokens, alpha)
+    return FidelityResult(
+        text=record.text,
+        tokens=int(total),
+        windows=len(record.windows),
+        window=record.window,
+        dtype=record.dtype,
+        kl=kl,
+        top1_agreement=agreement,
+        baseline_perplexity=perplexities[0],
+        candidate_perplexity=perplexities[1],
+        ratio=perplexities[1] / perplexities[0],
+        ratio_interval=found
+        and Interval(math.exp(found.low), math.exp(found.high), found.level, "paired bootstrap over windows"),
+    )

@@ -1,0 +1,167 @@
+"""The tables every report shows, as rows of text: one of all models, and one of losses for each candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halfbyte.records.errors import UserError
+from halfbyte.records.record import ModelSummary
+from halfbyte.reports import figures
+from halfbyte.reports.comparison import Comparison, FidelityResult, Judgement, TaskResult, Word
+
+MAX_TASK_COLUMNS = 6
+WORDS: dict[Word, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE"}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of text cells; the first `labels` columns hold words and the others numbers."""
+
+    title: str
+    headers: list[str]
+    rows: list[list[str]]
+    labels: int = 1
+
+
+def check_one_baseline(comparisons: Sequence[Comparison]) -> None:
+    """Raises a UserError unless there is something to report and all of it has one baseline."""
+    if not comparisons:
+        raise UserError("there is no comparison to report", "compare a candidate with its baseline first")
+    digests = {one.baseline.digest for one in comparisons}
+    if len(digests) > 1:
+        names = ", ".join(sorted(one.baseline.name for one in comparisons))
+        raise UserError(f"one report holds one baseline, not {len(digests)}: {names}", "write one report for each")
+    candidates = [one.candidate.digest for one in comparisons]
+    if len(set(candidates)) < len(candidates):
+        raise UserError("one candidate is in the report twice", "name each candidate once")
+    seen: dict[str, float] = {}
+    for row in (row for one in comparisons for row in one.tasks):
+        if seen.setdefault(f"{row.task} {row.metric}", row.result.baseline) != row.result.baseline:
+            raise UserError(
+                f"the baseline has two different figures of {row.task} {row.metric} in one report",
+                "compare all candidates with the same baseline records",
+            )
+
+
+def labels(comparisons: Sequence[Comparison]) -> tuple[str, list[str]]:
+    """Short names: the baseline's, and those of the candidates."""
+    first, *others = figures.model_labels([comparisons[0].baseline, *(one.candidate for one in comparisons)])
+    return first, others
+
+
+def verdict_word(comparison: Comparison) -> str:
+    """PASS, FAIL or INCONCLUSIVE; "not judged" without a policy."""
+    return WORDS[comparison.verdict.verdict] if comparison.verdict else "not judged"
+
+
+def row_word(judgement: Judgement | None) -> str:
+    """A task's verdict in lower case; in brackets when the task does not decide."""
+    if judgement is None:
+        return figures.NONE
+    return judgement.verdict if judgement.primary else f"({judgement.verdict})"
+
+
+def models_table(comparisons: Sequence[Comparison]) -> Table:
+    """One row a model, the baseline first: size, scores, distances and verdict."""
+    check_one_baseline(comparisons)
+    columns = list(dict.fromkeys((row.task, row.metric) for one in comparisons for row in one.tasks))
+    shown = columns if len(columns) <= MAX_TASK_COLUMNS else []
+    measured = next((one.fidelity for one in comparisons if one.fidelity), None)
+    distance = ["KL (nats)", "top-1 agreement", "perplexity"] if measured else []
+    headers = ["model", "size on disk", "bits/weight", *(f"{task} {metric}" for task, metric in shown), *distance]
+    first, others = labels(comparisons)
+    baseline = {(row.task, row.metric): row.result.baseline for one in comparisons for row in one.tasks}
+    rows = [_model_row(f"{first} (baseline)", comparisons[0].baseline, baseline, shown)]
+    if measured:
+        rows[0] += [figures.NONE, figures.NONE, figures.figure(measured.baseline_perplexity, 2)]
+    rows[0].append("baseline")
+    for label, one in zip(others, comparisons, strict=True):
+        scores = {(row.task, row.metric): row.result.candidate for row in one.tasks}
+        row = _model_row(label, one.candidate, scores, shown)
+        rows.append([*row, *(_distance(one.fidelity) if measured else []), verdict_word(one)])
+    return Table("Models", [*headers, "verdict"], rows)
+
+
+def _model_row(
+    label: str, model: ModelSummary, scores: dict[tuple[str, str], float], shown: list[tuple[str, str]]
+) -> list[str]:
+    bits = figures.figure(model.bits_per_weight, 2)
+    return [label, figures.size(model.bytes_on_disk), bits, *(figures.figure(scores.get(key)) for key in shown)]
+
+
+def _distance(fidelity: FidelityResult | None) -> list[str]:
+    if fidelity is None:
+        return [figures.NONE] * 3
+    agreement = figures.share(fidelity.top1_agreement)
+    return [figures.figure(fidelity.kl), agreement, figures.figure(fidelity.candidate_perplexity, 2)]
+
+
+def losses_table(comparison: Comparison, label: str, baseline: str) -> Table:
+    """One row a task: both scores, the loss with its interval and margin, recovery, flips and verdict."""
+    level = next((figures.level(row.result.interval.level) for row in comparison.tasks if row.result.interval), "")
+    headers = [
+        "task", "metric", "questions", baseline, label, "loss", f"{level} interval".strip(),
+        "margin", "recovery", "lost", "gained", "McNemar p", "verdict",
+    ]  # fmt: skip
+    rows = [_loss_row(row) for row in comparison.tasks]
+    return Table(f"{label} against {baseline}", headers, rows, labels=2)
+
+
+def _loss_row(row: TaskResult) -> list[str]:
+    result = row.result
+    return [
+        row.task,
+        row.metric if row.filter == "none" else f"{row.metric} ({row.filter})",
+        figures.count(result.questions),
+        figures.figure(result.baseline),
+        figures.figure(result.candidate),
+        figures.figure(result.loss),
+        figures.interval(result.interval),
+        figures.figure(row.judgement.margin if row.judgement else None),
+        figures.percent(row.recovery),
+        figures.count(result.lost),
+        figures.count(result.gained),
+        figures.p_value(result.mcnemar_p),
+        row_word(row.judgement),
+    ]
+
+
+def perplexity_line(fidelity: FidelityResult, label: str) -> str:
+    """Fidelity in one sentence."""
+    after = figures.figure(fidelity.candidate_perplexity, 2)
+    before = figures.figure(fidelity.baseline_perplexity, 2)
+    text = (
+        f"Perplexity of {label} on {figures.count(fidelity.tokens)} tokens of {fidelity.text}: {after} against "
+        f"{before}, ratio {figures.figure(fidelity.ratio)}"
+    )
+    if (found := fidelity.ratio_interval) is not None:
+        text += f" ({figures.level(found.level)} interval {figures.interval(found)})"
+    if fidelity.judgement is not None:
+        text += f", at most {figures.figure(1 + fidelity.judgement.margin)} tolerated: {row_word(fidelity.judgement)}"
+    return text + ("." if fidelity.judgement else "; it does not decide.")
+
+
+def how_to_read(comparison: Comparison) -> str:
+    """How a loss and its interval are read."""
+    policy = comparison.policy
+    sure = figures.level(1 - policy.alpha) if policy else figures.level(0.95)
+    text = (
+        "Loss is baseline minus candidate in the metric's own units, positive when the candidate is worse. Each end of "
+        f"its interval is a bound with {sure} confidence"
+    )
+    if policy is None:
+        return text + "."
+    return text + ": a task passes when the upper end is below the margin and fails when the lower end is above it."
+
+
+def all_notes(comparisons: Sequence[Comparison]) -> list[str]:
+    """What a reader must know beside the numbers: of the whole comparison and of each task."""
+    _, names = labels(comparisons)
+    notes = []
+    for label, one in zip(names, comparisons, strict=True):
+        notes += [f"{label}: {note}" for note in one.notes]
+        notes += [f"{label}, {row.task}: {note}" for row in one.tasks for note in row.notes]
+        if one.policy is not None and not one.policy.release_evidence:
+            notes.append(f"{label}: policy '{one.policy.name}' is no evidence for a release. {one.policy.description}")
+    return notes

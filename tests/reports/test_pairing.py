@@ -1,0 +1,214 @@
+"""Claims about pairing: what is not comparable is refused, and the first difference is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from record_factory import digest, model, write_record
+
+from halfbyte.records.errors import UserError
+from halfbyte.reports.pairing import pair
+
+VALUES = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+
+
+def both(tmp_path: Path, baseline: dict[str, Any] | None = None, candidate: dict[str, Any] | None = None) -> Any:
+    """Pairs two records of the same questions, with changes."""
+    first = {"values": VALUES, **(baseline or {})}
+    second = {"values": VALUES, "format": "NVFP4", **(candidate or {})}
+    write_record(tmp_path / "baseline", first.pop("values"), **first)
+    write_record(tmp_path / "candidate", second.pop("values"), **second)
+    return pair(tmp_path / "baseline", tmp_path / "candidate")
+
+
+def refused(tmp_path: Path, baseline: dict[str, Any] | None = None, candidate: dict[str, Any] | None = None) -> str:
+    with pytest.raises(UserError) as error:
+        both(tmp_path, baseline, candidate)
+    return str(error.value)
+
+
+def test_questions_are_paired_by_doc_id_whatever_their_order_in_the_file(tmp_path: Path) -> None:
+    pairs = both(tmp_path, candidate={"values": [0.0, *VALUES[1:]], "edit": lambda lines: lines[::-1]})
+    assert pairs.baseline_values.tolist() == VALUES
+    assert pairs.candidate_values.tolist() == [0.0, *VALUES[1:]]
+    assert [key[2] for key in pairs.keys] == list(range(6))
+    assert not pairs.same_model
+
+
+def test_the_answers_of_flipped_questions_are_kept_and_no_others(tmp_path: Path) -> None:
+    pairs = both(tmp_path, candidate={"values": [0.0, *VALUES[1:]]})
+    ((key, (ours, theirs)),) = pairs.answers.items()
+    assert key == ("colours", "none", 0)
+    assert (ours.question, ours.target.strip()) == ("colours 0?", "red")
+    assert (ours.given.strip(), theirs.given.strip()) == ("red", "green")
+
+
+def test_a_record_may_be_compared_with_itself_and_it_is_said(tmp_path: Path) -> None:
+    assert both(tmp_path, candidate={"format": "bfloat16"}).same_model
+
+
+@pytest.mark.parametrize(
+    ("field", "ours", "theirs"),
+    [
+        ("num_fewshot", 0, 5),
+        ("generation", {"temperature": 0.0, "until": ["\n"]}, {"temperature": 0.6, "until": ["\n"]}),
+        ("version", "1.0", "2.0"),
+        ("repeats", 1, 16),
+        ("output_type", "multiple_choice", "generate_until"),
+    ],
+)
+def test_different_settings_of_a_subtask_are_refused_by_name(
+    tmp_path: Path, field: str, ours: Any, theirs: Any
+) -> None:
+    message = refused(tmp_path, {"subtask": {field: ours}}, {"subtask": {field: theirs}})
+    assert f"{field} of colours is {ours!r} in the baseline and {theirs!r} in the candidate" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "ours", "theirs"),
+    [
+        ("chat_template", None, "3f2a"),
+        ("system_prompt", "aa", "bb"),
+        ("limit", 6, None),
+        ("bos_per_prompt", [0], [1]),
+        ("max_length", 2048, 4096),
+        ("backend", "hf", "vllm"),
+        ("dtype", "float32", "bfloat16"),
+        ("seeds", {"fewshot": 1234}, {"fewshot": 4321}),
+    ],
+)
+def test_different_settings_of_the_run_are_refused_by_name(tmp_path: Path, field: str, ours: Any, theirs: Any) -> None:
+    message = refused(tmp_path, {field: ours}, {field: theirs})
+    assert f"not comparable: {field} is {ours!r} in the baseline and {theirs!r} in the candidate" in message
+
+
+def test_different_temperature_is_refused(tmp_path: Path) -> None:
+    message = refused(
+        tmp_path, {"subtask": {"generation": {"temperature": 0.0}}}, {"subtask": {"generation": {"temperature": 0.6}}}
+    )
+    assert "temperature" in message
+
+
+def test_settings_are_named_before_the_prompts_they_change(tmp_path: Path) -> None:
+    message = refused(
+        tmp_path, candidate={"subtask": {"num_fewshot": 5}, "questions": lambda i: f"five examples first, colours {i}?"}
+    )
+    assert "num_fewshot" in message
+
+
+def test_different_questions_with_equal_indices_are_refused_with_the_first_shown(tmp_path: Path) -> None:
+    long = "The same long beginning of a question, " * 20
+    message = refused(
+        tmp_path,
+        {"questions": lambda i: f"{long}{i}?"},
+        {"questions": lambda i: f"{long}{i}?" if i < 3 else f"{long}{i} another end?"},
+    )
+    assert "document of question 3 of colours" in message
+    assert "another end" in message
+    assert len(message) < 700
+
+
+def test_a_different_target_alone_is_refused(tmp_path: Path) -> None:
+    def wrong(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        lines[4] |= {"target": "2", "target_hash": digest("2")}
+        return lines
+
+    assert "the target of question 4 of colours is '0' in the baseline and '2'" in refused(
+        tmp_path, candidate={"edit": wrong}
+    )
+
+
+def test_a_candidate_that_dropped_the_questions_it_would_fail_is_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, {"values": [1.0] * 500}, {"values": [1.0] * 389})
+    assert "of 500 in the baseline the candidate lacks 111" in message
+    assert "question 389 of colours" in message
+
+
+def test_questions_dropped_from_the_file_after_the_evaluation_are_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, candidate={"edit": lambda lines: lines[:-2]})
+    assert "holds 4 of the 6 questions of colours" in message
+
+
+def test_duplicate_questions_are_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, candidate={"edit": lambda lines: [*lines, lines[0]]})
+    assert "question 0 of colours is there twice" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_nan_metric_is_refused(tmp_path: Path, value: float) -> None:
+    def broken(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        lines[2]["acc"] = value
+        return lines
+
+    assert f"acc of question 2 of colours in {tmp_path / 'candidate'} is {value}" in refused(
+        tmp_path, candidate={"edit": broken}
+    )
+
+
+def test_a_candidate_without_results_is_refused(tmp_path: Path) -> None:
+    assert "no answers to colours" in refused(tmp_path, candidate={"edit": lambda _: []})
+
+
+def test_a_record_without_questions_is_refused(tmp_path: Path) -> None:
+    assert "no answers to colours" in refused(tmp_path, {"values": []}, {"values": []})
+
+
+def test_a_missing_samples_file_is_refused(tmp_path: Path) -> None:
+    write_record(tmp_path / "baseline", VALUES)
+    folder = write_record(tmp_path / "candidate", VALUES, format="NVFP4")
+    next(folder.glob("samples_*.jsonl")).unlink()
+    with pytest.raises(UserError, match="is missing from the record"):
+        pair(tmp_path / "baseline", folder)
+
+
+def test_a_reported_figure_that_is_not_the_mean_of_its_questions_is_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, candidate={"reported": 0.67})  # the mean is .6667: rounding is not allowed either
+    assert "reported as 0.67, but the mean of its questions is 0.666667" in message
+
+
+def test_a_metric_without_a_number_for_each_question_is_refused(tmp_path: Path) -> None:
+    def pairs_of_numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [line | {"acc": [-12.0, 5]} for line in lines]
+
+    assert "no number for the metric acc" in refused(tmp_path, {"edit": pairs_of_numbers})
+
+
+def test_a_group_is_paired_over_all_its_subtasks(tmp_path: Path) -> None:
+    values = {"mmlu_anatomy": [1.0, 0.0], "mmlu_law": [1.0, 1.0, 0.0]}
+    pairs = both(tmp_path, {"values": values, "task": "mmlu"}, {"values": values, "task": "mmlu"})
+    assert [key[0] for key in pairs.keys] == ["mmlu_anatomy"] * 2 + ["mmlu_law"] * 3
+
+
+def test_a_group_that_lost_a_subtask_is_refused(tmp_path: Path) -> None:
+    message = refused(
+        tmp_path, {"values": {"a": [1.0], "b": [1.0]}, "task": "mmlu"}, {"values": {"a": [1.0]}, "task": "mmlu"}
+    )
+    assert "the list of subtasks is ['a', 'b'] in the baseline and ['a'] in the candidate" in message
+
+
+def test_different_primary_metrics_are_refused(tmp_path: Path) -> None:
+    assert "different metrics" in refused(tmp_path, {"metric": "acc"}, {"metric": "acc_norm"})
+
+
+def test_a_metric_with_opposite_directions_is_refused(tmp_path: Path) -> None:
+    assert "different metrics" in refused(tmp_path, candidate={"higher_is_better": False})
+
+
+def test_generated_answers_are_read_from_lm_evals_lines(tmp_path: Path) -> None:
+    def generated(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for line in lines:
+            line["arguments"] = {"gen_args_0": {"arg_0": "Q: 1+1?\nA:", "arg_1": {"until": ["\n"]}}}
+            line["target"] = "#### 2"
+            line["resps"], line["filtered_resps"] = [["It is 2."]], ["2" if line["acc"] else "[invalid]"]
+        return lines
+
+    pairs = both(tmp_path, {"edit": generated}, {"values": [0.0, *VALUES[1:]], "edit": generated})
+    ours, theirs = pairs.answers[("colours", "none", 0)]
+    assert (ours.target, ours.given, theirs.given) == ("#### 2", "2", "[invalid]")
+
+
+def test_another_model_under_the_same_name_is_not_the_same_model(tmp_path: Path) -> None:
+    other = model("NVFP4").model_copy(update={"digest": digest("other"), "name": model().name})
+    assert not both(tmp_path, candidate={"of": other}).same_model
