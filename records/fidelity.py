@@ -36,6 +36,8 @@ class FidelityRecord(BaseModel):
 
     schema_version: int = 1
     created: str
+    key: str = ""
+    """Digest of everything that decides this record; a measurement of the same key is not done twice."""
     baseline: ModelSummary
     candidate: ModelSummary
     text: str

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-WORDS = (
-    "the a cat dog sun moon is was in on and or not red blue green one two three four five big small hot cold "
-    "day night day's eats sees likes runs question answer yes no true false water fire tree bird fish book"
-).split()
+WORDS = """the a cat dog sun moon is was in on and or not red blue green one two three four five big small hot cold
+day night eats sees likes runs question answer yes no true false water fire tree bird fish book"""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<eos>{% endfor %}"
@@ -63,8 +62,9 @@ def make_tokenizer(*, add_bos: bool = False) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    words = WORDS.split()
     tokenizer.train_from_iterator(
-        [f"{a} {b} {c}" for a, b, c in zip(WORDS, WORDS[1:], WORDS[2:], strict=False)], trainer
+        [f"{a} {b} {c}" for a, b, c in zip(words, words[1:], words[2:], strict=False)], trainer
     )
     if add_bos:
         bos = tokenizer.token_to_id("<bos>")
@@ -107,6 +107,18 @@ def make_llama(*, seed: int = 0, vocab_size: int = 384, layers: int = 2, max_len
 
 
 @pytest.fixture(scope="session")
+def tokenizer_factory() -> Callable[..., Any]:
+    """`make_tokenizer`, for a test that needs another one than `tiny_tokenizer`."""
+    return make_tokenizer
+
+
+@pytest.fixture(scope="session")
+def llama_factory() -> Callable[..., Any]:
+    """`make_llama`, for a test that needs another one than `tiny_llama`."""
+    return make_llama
+
+
+@pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """A tokenizer of 384 tokens that adds no BOS."""
     return make_tokenizer()
@@ -114,7 +126,7 @@ def tiny_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> Any:
-    """A random Llama for `tiny_tokenizer`; do not change it in a test, make another with `make_llama`."""
+    """A random Llama for `tiny_tokenizer`; do not change it in a test, make another with `llama_factory`."""
     return make_llama()
 
 
