@@ -1,0 +1,22 @@
+"""`halfbyte gate`: the same comparison with a verdict, as an exit code for a pipeline."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from halfbyte.compare import compare_folders, rendered
+from halfbyte.records.files import write_text
+
+
+def run(args: Namespace) -> int:
+    """Prints the comparison and its verdict; 0 pass, 1 fail, 3 inconclusive."""
+    from halfbyte.reports.policy import load_policy
+
+    comparison = compare_folders(args.baseline, args.candidate, load_policy(args.policy))
+    assert comparison.verdict is not None, "a comparison with a policy has a verdict"
+    if args.junit is not None:
+        from halfbyte.reports.junit import junit
+
+        write_text(args.junit, junit([comparison]))
+    print(rendered([comparison], "json" if args.json else "text"), end="")
+    return comparison.verdict.exit_code
