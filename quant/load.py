@@ -111,7 +111,12 @@ def open_exported(
         weights = {name: _weight(tensors, name, dtype) for name in tensors if not _is_scale(name)}
         with quiet_upstream():
             model, info = architecture.from_pretrained(
-                None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+                None,
+                config=config,
+                state_dict=weights,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
             )
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if info[kind]:

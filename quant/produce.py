@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import torch
 from halfbyte.quant import calibration, ptq
 from halfbyte.quant.checkpoint import quant_format, summarize, torch_dtype
 from halfbyte.quant.configs import quant_config
+from halfbyte.quant.load import Loaded, load
 from halfbyte.quant.models import Source, compute_dtype, device_of, locate, open_original, open_tokenizer
 from halfbyte.quant.plan import Plan, make_plan
-from halfbyte.recipes.find import recipe_digest, resolved_yaml
+from halfbyte.recipes.find import load_recipe, recipe_digest, resolved_yaml
 from halfbyte.recipes.schema import Recipe
 from halfbyte.recipes.texts import load_texts
 from halfbyte.records.digests import file_digest, model_digest, value_digest
@@ -44,6 +45,18 @@ class Job:
     device: torch.device
     key: str
     """Digest of all that shapes the checkpoint."""
+    dtype: str
+    """What both sides are evaluated in: bfloat16, float16 or float32."""
+
+    def open_baseline(self) -> Loaded:
+        """The original model, ready to be evaluated."""
+        return load(self.recipe.model, dtype=self.dtype, device=str(self.device))
+
+    def open_candidate(self, run: RunFolder) -> Loaded:
+        """The exported checkpoint, read back from disk, under the recipe's name."""
+        spec = self.recipe.model.model_copy(update={"id": str(run.checkpoint), "revision": None, "gguf_file": None})
+        found = load(spec, dtype=self.dtype, device=str(self.device))
+        return replace(found, summary=found.summary.model_copy(update={"name": self.recipe.name}))
 
 
 def prepare(recipe: Recipe, device: str | None = None) -> Job:
@@ -71,7 +84,8 @@ def prepare(recipe: Recipe, device: str | None = None) -> Job:
             "packages": {name: versions[name] for name in _SHAPING_PACKAGES},
         }
     )
-    return Job(recipe, source, config, plan, where, key)
+    computed = compute_dtype(recipe.evaluate.dtype, where, torch_dtype(recipe.model.dtype))
+    return Job(recipe, source, config, plan, where, key, str(computed).removeprefix("torch."))
 
 
 def _identity(dataset: str) -> str:
@@ -82,31 +96,41 @@ def _identity(dataset: str) -> str:
 def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:
     """Refuses an output folder that belongs to another recipe; with `force` it is emptied.
 
+    A recipe whose evaluate or gate block has changed is the same one: its checkpoint stays.
+
     Raises:
         UserError: when it does, or holds files that no run wrote.
     """
     if not run.root.exists():
         return
+    if not run.root.is_dir():
+        raise UserError(f"{run.root} is a file", "choose another --output")
     if force:
         for path in run.root.iterdir():
             if path.name != ".lock":
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return
-    names = {path.name for path in run.root.iterdir()} - {".lock"}
-    if names and not run.recipe.is_file():
+    if {path.name for path in run.root.iterdir()} <= {".lock"}:
+        return
+    if not run.recipe.is_file():
         raise UserError(f"{run.root} is not empty and no run wrote it", "choose another --output")
-    if run.manifest.is_file():
-        other = load_manifest(run.manifest)
-        if other.recipe != job.recipe.name:
-            raise UserError(
-                f"{run.root} belongs to recipe '{other.recipe}', not to '{job.recipe.name}'",
-                "choose another --output, or --force to replace it",
-            )
-        if other.keys.get("checkpoint") != job.key:
-            raise UserError(
-                f"{run.root} holds a checkpoint made from another model, quantize block or version of the packages",
-                "choose another --output, or --force to replace it",
-            )
+    other = load_recipe(str(run.recipe))
+    if other.name != job.recipe.name:
+        raise UserError(
+            f"{run.root} belongs to recipe '{other.name}', not to '{job.recipe.name}'",
+            "choose another --output, or --force to replace it",
+        )
+    made = load_manifest(run.manifest).keys.get("checkpoint") if run.manifest.is_file() else job.key
+    if (other.model, other.quantize) != (job.recipe.model, job.recipe.quantize) or made != job.key:
+        raise UserError(
+            f"{run.root} was made from another model, quantize block, device or version of the packages",
+            "choose another --output, or --force to replace it",
+        )
+
+
+def claim(job: Job, run: RunFolder) -> None:
+    """Makes the folder this recipe's, before anything else is put there."""
+    write_text(run.recipe, resolved_yaml(job.recipe))
 
 
 def require_space(job: Job, run: RunFolder) -> None:
@@ -136,7 +160,7 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None, quiet: b
     Raises:
         UserError: for bad calibration data, a full disk, or a calibration that overflows.
     """
-    write_text(run.recipe, resolved_yaml(job.recipe))
+    claim(job, run)
     if run.manifest.is_file() and run.checkpoint.is_dir():
         known = load_manifest(run.manifest)
         if known.keys.get("checkpoint") == job.key and known.checkpoint_digest == model_digest(run.checkpoint):

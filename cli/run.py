@@ -1,0 +1,121 @@
+"""halfbyte run: the whole line from a recipe to a verdict; a stage that is done is skipped, one cut short goes on."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfbyte.recipes.find import load_recipe, with_limit
+from halfbyte.records.files import dumps
+from halfbyte.records.run import RunFolder
+
+if TYPE_CHECKING:
+    from halfbyte.quant.produce import Job
+    from halfbyte.recipes.schema import Recipe
+    from halfbyte.reports.comparison import Comparison
+
+STAGES = ("baseline", "quantize", "candidate", "fidelity", "report")
+
+
+def run(args: Namespace) -> int:
+    """Runs each recipe and prints one table of all; the exit code is that of the worst verdict."""
+    recipes = [with_limit(load_recipe(name, args.set), args.limit) for name in args.recipe]
+    twice = {recipe.name for recipe in recipes if [other.name for other in recipes].count(recipe.name) > 1}
+    if twice:
+        from halfbyte.records.errors import UserError
+
+        raise UserError(f"recipe '{min(twice)}' is given twice")
+    from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in a recipe should not
+    from halfbyte.reports.policy import load_policy
+
+    for recipe in recipes:
+        load_policy(recipe.gate.policy)
+    jobs = [produce.prepare(recipe, args.device) for recipe in recipes]
+    if args.dry_run:
+        return _print_plans(jobs, as_json=args.json)
+    for job in jobs:
+        if not args.force:
+            produce.require_own_folder(job, RunFolder(args.output / job.recipe.name), force=False)
+    comparisons = [_run_one(job, RunFolder(args.output / job.recipe.name), args) for job in jobs]
+    return _conclude(comparisons, args)
+
+
+def _print_plans(jobs: list[Job], *, as_json: bool) -> int:
+    if as_json:
+        print(
+            dumps([{"recipe": job.recipe.name, "model": job.source.name, **job.plan.as_dict()} for job in jobs]), end=""
+        )
+        return 0
+    for job in jobs:
+        tasks = ", ".join(spec.task for spec in job.recipe.evaluate.tasks)
+        print(f"{job.recipe.name}: {job.source.name} on {job.device}\n{job.plan}\ntasks        {tasks}\n")
+    return 0
+
+
+def _run_one(job: Job, folder: RunFolder, args: Namespace) -> Comparison:
+    from halfbyte.quant import produce
+    from halfbyte.reports.compare import compare
+    from halfbyte.reports.policy import load_policy
+    from halfbyte.reports.write import write_reports
+    from halfbyte.stages import Side, cached_record, evaluate_side, keep_copy, measure
+
+    recipe = job.recipe
+    settings = recipe.evaluate
+    with folder.lock():
+        if args.force:
+            produce.require_own_folder(job, folder, force=True)
+        produce.claim(job, folder)
+        _say(args, recipe, "quantize", f"plan:\n{job.plan}")
+        baseline = Side(job.source.digest, job.device.type, job.dtype, job.open_baseline)
+        _say(args, recipe, "baseline", job.source.name)
+        cached = evaluate_side(baseline, settings, cached_record(baseline.digest), args.data_root)
+        ours = [keep_copy(record, folder.evaluations(baseline.digest)) for record in cached]
+        baseline.free()
+        _say(args, recipe, "quantize", str(folder.checkpoint))
+        summary = produce.produce(job, folder, data_root=args.data_root, quiet=args.quiet)
+        candidate = Side(summary.digest, job.device.type, job.dtype, lambda: job.open_candidate(folder))
+        _say(args, recipe, "candidate", f"read back from {folder.checkpoint}")
+        records = folder.evaluations(candidate.digest)
+        theirs = evaluate_side(
+            candidate, settings, lambda spec, key: records / f"{spec.task}@{key[:16]}", args.data_root
+        )
+        fidelity = None
+        if settings.fidelity is not None:
+            _say(args, recipe, "fidelity", settings.fidelity.source.dataset)
+            fidelity = measure(
+                baseline, candidate, settings.fidelity, folder.fidelity(candidate.digest), args.data_root
+            )
+        baseline.free()
+        candidate.free()
+        _say(args, recipe, "report", str(folder.root))
+        comparison = compare(ours, theirs, policy=load_policy(recipe.gate.policy), fidelity=fidelity)
+        write_reports([comparison], folder.root)
+    return comparison
+
+
+def _say(args: Namespace, recipe: Recipe, stage: str, what: str) -> None:
+    if not args.quiet:
+        print(f"[{recipe.name} {STAGES.index(stage) + 1}/{len(STAGES)}] {stage}: {what}", file=sys.stderr, flush=True)
+
+
+def _conclude(comparisons: list[Comparison], args: Namespace) -> int:
+    from halfbyte.reports.comparison import EXIT_CODES
+    from halfbyte.reports.gate import worst
+    from halfbyte.reports.tables import check_one_baseline
+    from halfbyte.reports.text import render_text
+    from halfbyte.reports.write import write_reports
+
+    report: Path = args.output / comparisons[0].candidate.name / "report.html"
+    if len(comparisons) > 1:
+        check_one_baseline(comparisons)
+        write_reports(comparisons, args.output / "report")
+        report = args.output / "report" / "report.html"
+    if args.json:
+        print(dumps([comparison.model_dump(mode="json") for comparison in comparisons]), end="")
+    else:
+        print(render_text(comparisons))
+        print(f"report: {report}")
+    verdicts = [comparison.verdict.verdict for comparison in comparisons if comparison.verdict is not None]
+    return EXIT_CODES[worst(verdicts)]

@@ -1,0 +1,107 @@
+"""Tiny random models of several families, and one call that quantizes, exports and reads one back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.quant import calibration, configs, ptq
+from halfbyte.quant.checkpoint import quant_format
+from halfbyte.quant.load import open_exported
+from halfbyte.quant.models import locate, open_original
+from halfbyte.recipes.schema import QuantizeSpec
+
+CPU = torch.device("cpu")
+FORMATS = [("fp8", None), ("nvfp4", None), ("nvfp4", "fp8"), ("nvfp4", "nvfp4"), ("w4a16_nvfp4", None)]
+
+
+def spec(preset: str | None = "nvfp4", kv_cache: str | None = None, **more: Any) -> QuantizeSpec:
+    """A quantize block whose calibration source is never read."""
+    content = {"preset": preset, "kv_cache": kv_cache, "calibration": {"sources": [{"dataset": "unused.txt"}]}}
+    return QuantizeSpec.model_validate({**content, **more})
+
+
+def make_model(family: str) -> Any:
+    """A random model of 2 layers and 64 dimensions in bfloat16."""
+    from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
+
+    shape: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 384, "initializer_range": 0.3,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if family == "llama":
+        model: Any = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
+    elif family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
+    else:
+        layers = ["sliding_attention", "full_attention"]
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, head_dim=16, sliding_window=8, layer_types=layers))
+    return model.to(torch.bfloat16).eval()
+
+
+def sequences(count: int = 6) -> list[list[int]]:
+    """Token ids of texts of several lengths."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 384, (5 + 7 * i,), generator=generator).tolist() for i in range(count)]
+
+
+@dataclass
+class Both:
+    """A quantized model in memory and the same one read back from disk."""
+
+    memory: Any
+    weights: dict[str, torch.Tensor]
+    """The fake-quantized weights in memory, by module."""
+    folder: Path
+    read_back: Any
+
+
+def quantize_both(
+    source: Path,
+    tokenizer: Any,
+    folder: Path,
+    block: QuantizeSpec,
+    compute: torch.dtype,
+    inputs: torch.Tensor,
+    *,
+    weights_settled: bool = False,
+) -> tuple[Both, torch.Tensor, torch.Tensor]:
+    """Quantizes, exports and reads back; the logits of both on `inputs`.
+
+    With `weights_settled` the model in memory uses its FP8 weights as settle() left them, and does not pass them
+    through ModelOpt's quantizer again.
+    """
+    model = open_original(locate(str(source)), weights=torch.bfloat16, compute=compute, device=CPU)
+    loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True, quiet=True)
+    ptq.calibrate(model, configs.quant_config(block), loop)
+    ptq.settle(model)
+    quantized = {
+        name: module
+        for name, module in model.named_modules()
+        if getattr(getattr(module, "weight_quantizer", None), "is_enabled", False)
+    }
+    with torch.no_grad():
+        weights = {name: module.weight_quantizer(module.weight).clone() for name, module in quantized.items()}
+        for module in quantized.values() if weights_settled else ():
+            module.weight_quantizer.disable()
+        memory_logits = model(inputs).logits
+        for module in quantized.values():
+            module.weight_quantizer.enable()
+    ptq.export(model, tokenizer, folder, torch.bfloat16)
+    declared = quant_format(folder)
+    assert declared is not None
+    read_back = open_exported(locate(str(folder)), declared, dtype=compute, device=CPU)
+    with torch.no_grad():
+        read_logits = read_back(inputs).logits
+    return Both(model, weights, folder, read_back), memory_logits, read_logits
