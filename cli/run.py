@@ -44,9 +44,8 @@ def run(args: Namespace) -> int:
 
 def _print_plans(jobs: list[Job], *, as_json: bool) -> int:
     if as_json:
-        print(
-            dumps([{"recipe": job.recipe.name, "model": job.source.name, **job.plan.as_dict()} for job in jobs]), end=""
-        )
+        plans = [{"recipe": job.recipe.name, "model": job.source.name, **job.plan.as_dict()} for job in jobs]
+        print(dumps(plans), end="")
         return 0
     for job in jobs:
         tasks = ", ".join(spec.task for spec in job.recipe.evaluate.tasks)
@@ -84,9 +83,8 @@ def _run_one(job: Job, folder: RunFolder, args: Namespace) -> Comparison:
         fidelity = None
         if settings.fidelity is not None:
             _say(args, recipe, "fidelity", settings.fidelity.source.dataset)
-            fidelity = measure(
-                baseline, candidate, settings.fidelity, folder.fidelity(candidate.digest), args.data_root
-            )
+            where = folder.fidelity(candidate.digest)
+            fidelity = measure(baseline, candidate, settings.fidelity, where, args.data_root)
         baseline.free()
         candidate.free()
         _say(args, recipe, "report", str(folder.root))

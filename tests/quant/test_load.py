@@ -148,7 +148,7 @@ def test_the_summary_counts_packed_pairs_and_leaves_out_scales(exported: Path) -
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda folder: None, "does not exist"),
+        (lambda _: None, "does not exist"),
         (lambda folder: folder.mkdir(), "has no config.json"),
         (lambda folder: (folder.mkdir(), (folder / "config.json").write_text("{")), "not valid JSON"),
         (lambda folder: (folder.mkdir(), (folder / "config.json").write_text("{}")), "holds no safetensors"),
