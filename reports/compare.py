@@ -23,8 +23,9 @@ from halfbyte.reports.pairing import Key, Pairs, pair
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.statistics import ALPHA, Interval, paired_loss, ratio_interval
 
-SHOWN_LOST = 50
+SHOWN_LOST = 50  # flipped questions kept of each task for reading; fewer of each where there are many tasks
 SHOWN_GAINED = 20
+SHOWN_IN_ALL = 400
 _TOLERANCE = 1e-6
 
 Folders = Path | Sequence[Path]
@@ -60,7 +61,7 @@ def compare(
         baseline=first,
         candidate=second,
         same_model=first.digest == second.digest,
-        tasks=[_task(one, alpha) for one in pairs],
+        tasks=[_task(one, alpha, SHOWN_IN_ALL // len(pairs)) for one in pairs],
         fidelity=None if fidelity is None else _fidelity(fidelity, first, second, alpha),
         packages={"baseline": pairs[0].baseline.packages, "candidate": pairs[0].candidate.packages},
         hardware={"baseline": pairs[0].baseline.hardware, "candidate": pairs[0].candidate.hardware},
@@ -108,7 +109,7 @@ def _one_model(records: list[EvaluationRecord], side: str) -> ModelSummary:
     return records[0].model
 
 
-def _task(pairs: Pairs, alpha: float) -> TaskResult:
+def _task(pairs: Pairs, alpha: float, shown: int) -> TaskResult:
     record = pairs.baseline
     result = paired_loss(
         pairs.baseline_values, pairs.candidate_values, higher_is_better=pairs.higher_is_better, alpha=alpha
@@ -123,7 +124,7 @@ def _task(pairs: Pairs, alpha: float) -> TaskResult:
         recovery=recovery,
         recovery_interval=interval,
         subtasks=_subtasks(pairs),
-        flips=_flips(pairs),
+        flips=_flips(pairs, shown),
         settings=record.fingerprint,
         baseline_health=record.health,
         candidate_health=pairs.candidate.health,
@@ -174,10 +175,10 @@ def _subtasks(pairs: Pairs) -> list[SubtaskResult]:
     return rows
 
 
-def _flips(pairs: Pairs) -> list[Flip]:
+def _flips(pairs: Pairs, shown: int) -> list[Flip]:
     lost, gained = _worse(pairs)
-    chosen = [("lost", key) for key in _spread(lost, SHOWN_LOST)]
-    chosen += [("gained", key) for key in _spread(gained, SHOWN_GAINED)]
+    chosen = [("lost", key) for key in _spread(lost, min(SHOWN_LOST, max(1, 3 * shown // 4)))]
+    chosen += [("gained", key) for key in _spread(gained, min(SHOWN_GAINED, max(1, shown // 4)))]
     return [
         Flip.model_validate(
             {

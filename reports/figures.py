@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from halfbyte.records.record import ModelSummary
 from halfbyte.reports.statistics import Interval
 
@@ -99,6 +101,15 @@ def size(value: int) -> str:
     ('269.1 MB', '1.61 GB')
     """
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
+
+
+def time(value: str) -> str:
+    """A time in UTC as the records hold it, for people.
+
+    >>> time("2026-11-29T16:01:21+00:00")
+    '2026-11-29 16:01 UTC'
+    """
+    return datetime.fromisoformat(value).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def model_label(model: ModelSummary) -> str:

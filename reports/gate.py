@@ -125,6 +125,8 @@ def _verdict(comparison: Comparison, policy: Policy) -> Verdict:
         assert comparison.fidelity is not None
         assert perplexity is not None
         decided_by, sentence, step = PERPLEXITY, *_say_perplexity(label, comparison.fidelity, perplexity)
+    if word != "pass" and len(words) > 1:
+        sentence += f" Of {len(words)} deciding tasks {_counted(words)}."
     if comparison.same_model:
         step = "Both sides are the same model, so this shows the noise floor: compare a candidate next."
     return Verdict(
@@ -137,6 +139,17 @@ def _verdict(comparison: Comparison, policy: Policy) -> Verdict:
         sentence=sentence,
         next_step=step,
     )
+
+
+def _counted(words: list[Word]) -> str:
+    """How many tasks ended how: "1 fails, 2 are inconclusive"."""
+    verbs: dict[Word, tuple[str, str]] = {
+        "fail": ("fails", "fail"),
+        "inconclusive": ("is inconclusive", "are inconclusive"),
+        "pass": ("passes", "pass"),
+    }
+    counts = ((words.count(word), forms) for word, forms in verbs.items())
+    return ", ".join(f"{count} {forms[count > 1]}" for count, forms in counts if count)
 
 
 def _strain(row: TaskResult, judgement: Judgement) -> float:
@@ -179,11 +192,11 @@ def _say(label: str, row: TaskResult, judgement: Judgement, policy: Policy, task
             if policy.release_evidence
             else "This was a smoke test and is no evidence for a release: run real benchmarks under policy 'release'.",
         )
-    if result.loss < margin:
-        doubt = f"the loss may be as large as {high}, where {limit} is tolerated"
-    else:
-        doubt = f"more than the tolerated {same_limit}, but the loss may be as small as {low}"
-    return f"{seen}, which is not enough evidence: {doubt}.", _next_step(row, judgement)
+    return (
+        f"{seen}, which is not enough evidence: the loss may be anything from {figures.figure(found.low)} to {high}, "
+        f"where {limit} is tolerated.",
+        _next_step(row, judgement),
+    )
 
 
 def _next_step(row: TaskResult, judgement: Judgement) -> str:

@@ -69,25 +69,26 @@ def models_table(comparisons: Sequence[Comparison]) -> Table:
     shown = columns if len(columns) <= MAX_TASK_COLUMNS else []
     measured = next((one.fidelity for one in comparisons if one.fidelity), None)
     distance = ["KL (nats)", "top-1 agreement", "perplexity"] if measured else []
-    headers = ["model", "size on disk", "bits/weight", *(f"{task} {metric}" for task, metric in shown), *distance]
+    headers = ["model", *(f"{task} {metric}" for task, metric in shown), *distance, "size on disk", "bits/weight"]
     first, others = labels(comparisons)
     baseline = {(row.task, row.metric): row.result.baseline for one in comparisons for row in one.tasks}
-    rows = [_model_row(f"{first} (baseline)", comparisons[0].baseline, baseline, shown)]
-    if measured:
-        rows[0] += [figures.NONE, figures.NONE, figures.figure(measured.baseline_perplexity, 2)]
-    rows[0].append("baseline")
+    nothing = [figures.NONE, figures.NONE, figures.figure(measured.baseline_perplexity, 2)] if measured else []
+    rows = [
+        [f"{first} (baseline)", *_scores(baseline, shown), *nothing, *_weight(comparisons[0].baseline), "baseline"],
+    ]
     for label, one in zip(others, comparisons, strict=True):
         scores = {(row.task, row.metric): row.result.candidate for row in one.tasks}
-        row = _model_row(label, one.candidate, scores, shown)
-        rows.append([*row, *(_distance(one.fidelity) if measured else []), verdict_word(one)])
+        distances = _distance(one.fidelity) if measured else []
+        rows.append([label, *_scores(scores, shown), *distances, *_weight(one.candidate), verdict_word(one)])
     return Table("Models", [*headers, "verdict"], rows)
 
 
-def _model_row(
-    label: str, model: ModelSummary, scores: dict[tuple[str, str], float], shown: list[tuple[str, str]]
-) -> list[str]:
-    bits = figures.figure(model.bits_per_weight, 2)
-    return [label, figures.size(model.bytes_on_disk), bits, *(figures.figure(scores.get(key)) for key in shown)]
+def _scores(scores: dict[tuple[str, str], float], shown: list[tuple[str, str]]) -> list[str]:
+    return [figures.figure(scores.get(key)) for key in shown]
+
+
+def _weight(model: ModelSummary) -> list[str]:
+    return [figures.size(model.bytes_on_disk), figures.figure(model.bits_per_weight, 2)]
 
 
 def _distance(fidelity: FidelityResult | None) -> list[str]:

@@ -1,0 +1,127 @@
+"""The forest plot: the loss of every task with its interval and its margin, as SVG that follows the page's colours."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import blended_transform_factory
+
+from halfbyte.reports import figures
+from halfbyte.reports.comparison import Comparison, TaskResult
+from halfbyte.reports.tables import labels, row_word
+
+# The colours drawn stand for custom properties of the page, so that one drawing serves a light and a dark page.
+INK, MUTED, GRID, PASS, FAIL, OPEN, UNJUDGED = (f"#0a0b{i:02x}" for i in range(7))
+_PROPERTIES = {
+    INK: "ink", MUTED: "muted", GRID: "line", PASS: "pass", FAIL: "fail", OPEN: "inconclusive", UNJUDGED: "accent",
+}  # fmt: skip
+_MARKS = {"pass": (PASS, "o"), "fail": (FAIL, "s"), "inconclusive": (OPEN, "D"), None: (UNJUDGED, "o")}
+_WIDTH = 10.4  # inches at 72 points
+_ROW = 0.36
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    name: str
+    result: TaskResult
+
+
+def forest_plots(comparisons: Sequence[Comparison]) -> list[tuple[str, str]]:
+    """(caption, SVG) for each unit of measure; rows without an interval are left out.
+
+    Shares between 0 and 1 have one axis together; any other metric has its own, since losses in different units say
+    nothing beside each other.
+    """
+    _, names = labels(comparisons)
+    groups: dict[str, list[_Row]] = {}
+    tasks = list(dict.fromkeys(row.task for one in comparisons for row in one.tasks))
+    for task in tasks:
+        for label, one in zip(names, comparisons, strict=True):
+            for row in one.tasks:
+                if row.task == task and row.result.interval is not None:
+                    name = f"{row.task} · {label}" if len(comparisons) > 1 else row.task
+                    groups.setdefault(_unit(row), []).append(_Row(name, row))
+    return [(f"Loss of {unit}", _draw(rows)) for unit, rows in groups.items()]
+
+
+def _unit(row: TaskResult) -> str:
+    if row.result.mcnemar_p is not None or (min(row.result.baseline, row.result.candidate) >= 0 and _at_most_one(row)):
+        return "scores between 0 and 1"
+    return row.metric
+
+
+def _at_most_one(row: TaskResult) -> bool:
+    return max(row.result.baseline, row.result.candidate) <= 1
+
+
+def _draw(rows: list[_Row]) -> str:
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte", "font.size": 10}):
+        height = 0.75 + _ROW * len(rows)
+        figure = Figure(figsize=(_WIDTH, height))
+        axes = figure.add_axes((0.26, 0.5 / height, 0.36, 1 - 0.55 / height))
+        for place, row in enumerate(rows):
+            _draw_row(figure, axes, len(rows) - 1 - place, row)
+        _draw_frame(axes, rows)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _for_page(buffer.getvalue().decode("utf-8"))
+
+
+def _draw_row(figure: Figure, axes: Axes, height: int, row: _Row) -> None:
+    result, judgement = row.result.result, row.result.judgement
+    found = result.interval
+    assert found is not None
+    colour, mark = _MARKS[judgement.verdict if judgement else None]
+    axes.plot([found.low, found.high], [height, height], color=colour, linewidth=2.4, solid_capstyle="butt", zorder=3)
+    axes.plot([result.loss], [height], color=colour, marker=mark, markersize=7, zorder=4)
+    if judgement is not None:
+        axes.plot([judgement.margin] * 2, [height - 0.36, height + 0.36], color=INK, linewidth=1.6, zorder=2)
+    across = blended_transform_factory(figure.transFigure, axes.transData)
+    words = (
+        (0.25, "right", INK, row.name),
+        (0.70, "right", INK, figures.figure(result.loss)),
+        (0.715, "left", MUTED, f"({figures.interval(found)})"),
+        (0.995, "right", colour, row_word(judgement) if judgement else ""),
+    )
+    for x, align, tint, text in words:
+        axes.text(x, height, text, transform=across, ha=align, va="center", color=tint, parse_math=False)
+
+
+def _draw_frame(axes: Axes, rows: list[_Row]) -> None:
+    ends = [0.0]
+    for row in rows:
+        found, judgement = row.result.result.interval, row.result.judgement
+        assert found is not None
+        ends += [found.low, found.high, *([judgement.margin] if judgement else [])]
+    pad = 0.06 * (max(ends) - min(ends) or 1.0)
+    axes.set_xlim(min(ends) - pad, max(ends) + pad)
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    axes.axvline(0, color=MUTED, linewidth=1, zorder=1)
+    axes.set_yticks([])
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.tick_params(axis="x", colors=MUTED, length=3, labelsize=9)
+    axes.grid(axis="x", color=GRID, linewidth=0.8, zorder=0)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(GRID)
+    axes.set_xlabel("← candidate better · loss · candidate worse →", color=MUTED, fontsize=9)
+
+
+def _for_page(svg: str) -> str:
+    """Takes off what only a file of its own needs, and puts the page's colours and font in."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 role="img"', svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", svg)
+    for colour, name in _PROPERTIES.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    return svg

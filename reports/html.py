@@ -1,0 +1,199 @@
+"""The HTML report: one file without scripts or network that says on its first screen what happened and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from halfbyte.records.record import Fingerprint
+from halfbyte.reports import figures
+from halfbyte.reports.comparison import Comparison, FidelityResult, TaskResult
+from halfbyte.reports.forest import forest_plots
+from halfbyte.reports.tables import (
+    WORDS,
+    Table,
+    all_notes,
+    how_to_read,
+    labels,
+    losses_table,
+    models_table,
+    row_word,
+)
+
+
+def render_html(comparisons: Sequence[Comparison]) -> str:
+    """The report on one or several candidates of one baseline.
+
+    Raises:
+        UserError: when there is no comparison, or they have different baselines.
+    """
+    models = models_table(comparisons)
+    baseline, names = labels(comparisons)
+    environment = Environment(
+        loader=PackageLoader("halfbyte.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    plots = [(caption, Markup(svg)) for caption, svg in forest_plots(comparisons)]  # our own drawing, escaped there
+    judged = all(one.verdict is not None for one in comparisons)
+    title = "; ".join(
+        f"{label}: {WORDS[one.verdict.verdict] if one.verdict else 'compared'}"
+        for label, one in zip(names, comparisons, strict=True)
+    )
+    return environment.get_template("report.html.j2").render(
+        title=title,
+        created=figures.time(max(one.created for one in comparisons)),
+        baseline_label=baseline,
+        baseline=comparisons[0].baseline,
+        cards=[_card(label, one) for label, one in zip(names, comparisons, strict=True)],
+        judged=judged,
+        models=models,
+        candidates=[
+            {
+                "label": label,
+                "table": losses_table(one, label, baseline),
+                "tasks": [_task(row) for row in one.tasks if row.flips or row.subtasks],
+                "model": one.candidate,
+            }
+            for label, one in zip(names, comparisons, strict=True)
+        ],
+        plots=plots,
+        how_to_read=how_to_read(comparisons[0]),
+        fidelity=_fidelity_table(comparisons, names),
+        notes=all_notes(comparisons),
+        settings=_settings_table(comparisons),
+        origin=_origin_table(comparisons, baseline, names),
+        digests=[(baseline, comparisons[0].baseline)]
+        + [(label, one.candidate) for label, one in zip(names, comparisons, strict=True)],
+        policies=list({one.policy.name: one.policy for one in comparisons if one.policy}.values()),
+    )
+
+
+def _card(label: str, comparison: Comparison) -> dict[str, str]:
+    verdict = comparison.verdict
+    if verdict is None:
+        return {
+            "kind": "unjudged",
+            "word": "COMPARED",
+            "label": label,
+            "headline": "Compared, not judged",
+            "sentence": "No policy was asked for, so nothing says how much loss is tolerated.",
+            "next_step": "Run halfbyte gate on the same two folders to get a verdict.",
+        }
+    headlines = {
+        "pass": "May be released" if verdict.release_evidence else "Smoke test passed",
+        "fail": "Do not release",
+        "inconclusive": "Not enough evidence",
+    }
+    return {
+        "kind": verdict.verdict,
+        "word": WORDS[verdict.verdict],
+        "label": label,
+        "headline": headlines[verdict.verdict],
+        "sentence": verdict.sentence,
+        "next_step": verdict.next_step,
+    }
+
+
+def _task(row: TaskResult) -> dict[str, Any]:
+    shown = {change: sum(flip.change == change for flip in row.flips) for change in ("lost", "gained")}
+    subtasks = Table(
+        "",
+        ["subtask", "questions", "baseline", "candidate", "lost", "gained"],
+        [
+            [
+                one.subtask,
+                figures.count(one.questions),
+                figures.figure(one.baseline),
+                figures.figure(one.candidate),
+                figures.count(one.lost),
+                figures.count(one.gained),
+            ]
+            for one in row.subtasks
+        ],
+    )
+    counts = [
+        f"{figures.count(total)} {change}" + (f" ({shown[change]} shown)" if shown[change] < total else "")
+        for change, total in (("lost", row.result.lost), ("gained", row.result.gained))
+    ]
+    return {"name": row.task, "counts": ", ".join(counts), "flips": row.flips, "subtasks": subtasks}
+
+
+def _fidelity_table(comparisons: Sequence[Comparison], names: list[str]) -> Table | None:
+    found = [(label, one.fidelity) for label, one in zip(names, comparisons, strict=True) if one.fidelity]
+    if not found:
+        return None
+    headers = ["model", "text", "tokens", "windows", "KL (nats per token)", "top-1 agreement", "baseline perplexity"]
+    headers += ["perplexity", "ratio", "interval of the ratio", "verdict"]
+    return Table("Fidelity", headers, [_fidelity_row(label, one) for label, one in found], labels=2)
+
+
+def _fidelity_row(label: str, one: FidelityResult) -> list[str]:
+    return [
+        label,
+        one.text,
+        figures.count(one.tokens),
+        figures.count(one.windows),
+        figures.figure(one.kl),
+        figures.share(one.top1_agreement),
+        figures.figure(one.baseline_perplexity, 2),
+        figures.figure(one.candidate_perplexity, 2),
+        figures.figure(one.ratio),
+        figures.interval(one.ratio_interval),
+        row_word(one.judgement) if one.judgement else "advisory",
+    ]
+
+
+def _settings_table(comparisons: Sequence[Comparison]) -> Table:
+    """What both sides were asked, once a task: pairing has made sure that it is the same."""
+    prints: dict[str, Fingerprint] = {}
+    for one in comparisons:
+        prints |= {row.task: row.settings for row in one.tasks}
+    headers = ["task", "few-shot", "limit", "chat template", "generation", "dtype", "backend", "BOS", "longest input"]
+    return Table("Settings", headers, [_settings_row(task, print_) for task, print_ in sorted(prints.items())], 9)
+
+
+def _settings_row(task: str, print_: Fingerprint) -> list[str]:
+    shots = sorted({subtask.num_fewshot for subtask in print_.subtasks.values()})
+    generation = {
+        ", ".join(f"{key} {value}" for key, value in sorted(subtask.generation.items()))
+        for subtask in print_.subtasks.values()
+        if subtask.generation
+    }
+    return [
+        task,
+        ", ".join(str(number) for number in shots),
+        "all questions" if print_.limit is None else str(print_.limit),
+        "none" if print_.chat_template is None else print_.chat_template[:12],
+        "; ".join(sorted(generation)) or "none",
+        print_.dtype,
+        print_.backend,
+        ", ".join(str(number) for number in print_.bos_per_prompt) or figures.NONE,
+        "the model's own" if print_.max_length is None else f"{print_.max_length} tokens",
+    ]
+
+
+def _origin_table(comparisons: Sequence[Comparison], baseline: str, names: list[str]) -> Table:
+    """Package versions and hardware of every side."""
+    sides = [(comparisons[0].packages["baseline"], comparisons[0].hardware["baseline"])]
+    sides += [(one.packages["candidate"], one.hardware["candidate"]) for one in comparisons]
+    rows = [
+        [name, *(str(packages.get(name) or figures.NONE) for packages, _ in sides)]
+        for name in sorted({name for packages, _ in sides for name in packages})
+    ]
+    rows += [
+        [name, *(_words(hardware.get(name)) for _, hardware in sides)]
+        for name in sorted({name for _, hardware in sides for name in hardware})
+    ]
+    return Table("Software and hardware", ["", baseline, *names], rows, labels=1 + len(sides))
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(str(one) for one in value) or "none"
+    return figures.NONE if value is None else str(value)

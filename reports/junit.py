@@ -1,0 +1,65 @@
+"""JUnit XML of a gate: one test case for each task of each candidate, for CI systems that show tests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from xml.etree import ElementTree
+
+from halfbyte.records.errors import UserError
+from halfbyte.reports import figures
+from halfbyte.reports.comparison import Comparison, Judgement
+from halfbyte.reports.tables import check_one_baseline, labels
+
+_ILLEGAL = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # not allowed in XML 1.0
+
+
+def junit(comparisons: Sequence[Comparison]) -> str:
+    """A failed task is a failure, an inconclusive one an error, an advisory one is skipped unless it passes.
+
+    Raises:
+        UserError: when there is no comparison, or one was not judged.
+    """
+    check_one_baseline(comparisons)
+    suites = ElementTree.Element("testsuites", name="halfbyte gate")
+    _, names = labels(comparisons)
+    for label, one in zip(names, comparisons, strict=True):
+        if one.verdict is None or one.policy is None:
+            raise UserError(f"the comparison of {label} was not judged", "compare with a policy")
+        suite = ElementTree.SubElement(suites, "testsuite", name=f"{label} ({one.policy.name})", timestamp=one.created)
+        for row in one.tasks:
+            assert row.judgement is not None
+            text = (
+                f"loss {figures.figure(row.result.loss)}, interval {figures.interval(row.result.interval)}, "
+                f"margin {figures.figure(row.judgement.margin)}"
+            )
+            _case(suite, label, row.task, row.judgement, text)
+        if one.fidelity is not None and one.fidelity.judgement is not None:
+            ratio = figures.figure(one.fidelity.ratio)
+            text = f"perplexity ratio {ratio}, interval {figures.interval(one.fidelity.ratio_interval)}"
+            _case(suite, label, "perplexity", one.fidelity.judgement, text)
+        for name in ("failure", "error", "skipped"):
+            count = len(suite.findall(f"testcase/{name}"))
+            suite.set({"failure": "failures", "error": "errors", "skipped": "skipped"}[name], str(count))
+        suite.set("tests", str(len(suite.findall("testcase"))))
+        properties = ElementTree.Element("properties")
+        ElementTree.SubElement(properties, "property", name="verdict", value=one.verdict.verdict)
+        ElementTree.SubElement(properties, "property", name="sentence", value=_legal(one.verdict.sentence))
+        suite.insert(0, properties)
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _case(suite: ElementTree.Element, label: str, name: str, judgement: Judgement, text: str) -> None:
+    case = ElementTree.SubElement(suite, "testcase", classname=_legal(label), name=_legal(name))
+    if judgement.verdict == "pass":
+        return
+    if not judgement.primary:
+        kind, text = "skipped", f"advisory {judgement.verdict}: {text}"
+    else:
+        kind = "failure" if judgement.verdict == "fail" else "error"
+    ElementTree.SubElement(case, kind, message=_legal(text), type=judgement.verdict)
+
+
+def _legal(text: str) -> str:
+    return _ILLEGAL.sub("�", text)

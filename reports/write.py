@@ -1,0 +1,58 @@
+"""Writing: all reports on one or several comparisons into one folder.
+
+write_reports([compare(baseline, fp8, policy), compare(baseline, nvfp4, policy)], Path("report"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from halfbyte.records.files import dumps, write_text
+from halfbyte.reports.comparison import COMPARISON_FILE, EXIT_CODES, Comparison, ComparisonFile
+from halfbyte.reports.gate import worst
+from halfbyte.reports.html import render_html
+from halfbyte.reports.junit import junit
+from halfbyte.reports.text import render_markdown
+
+VERDICT_FILE = "verdict.json"
+HTML_FILE = "report.html"
+MARKDOWN_FILE = "report.md"
+JUNIT_FILE = "junit.xml"
+
+
+def write_reports(comparisons: Sequence[Comparison], output: Path) -> list[Path]:
+    """Writes comparison.json, report.md and report.html, and with a policy junit.xml and verdict.json.
+
+    Each file is written atomically, the verdict last. Without a policy a verdict of earlier comparisons is removed
+    from the folder: it would speak for other numbers than those beside it.
+
+    Returns:
+        The paths written.
+
+    Raises:
+        UserError: when there is no comparison, when they have different baselines, or the disk is full.
+    """
+    contents = {
+        MARKDOWN_FILE: render_markdown(comparisons),
+        HTML_FILE: render_html(comparisons),
+        COMPARISON_FILE: dumps(ComparisonFile(comparisons=list(comparisons)).model_dump(mode="json")),
+    }
+    verdicts = [one.verdict for one in comparisons if one.verdict is not None]
+    if len(verdicts) == len(comparisons):
+        word = worst([verdict.verdict for verdict in verdicts])
+        contents[JUNIT_FILE] = junit(comparisons)
+        contents[VERDICT_FILE] = dumps(
+            {
+                "schema_version": 1,
+                "verdict": word,
+                "exit_code": EXIT_CODES[word],
+                "candidates": [verdict.model_dump(mode="json") for verdict in verdicts],
+            }
+        )
+    else:
+        for name in (VERDICT_FILE, JUNIT_FILE):
+            (output / name).unlink(missing_ok=True)
+    for name, content in contents.items():
+        write_text(output / name, content)
+    return [output / name for name in contents]
