@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from halfbyte.recipes.data import find_dataset, loading
 from halfbyte.records.errors import UserError, unknown_name
 
 TASKS = Path(__file__).resolve().parent / "tasks"
-FILE_FORMATS = ("json", "csv", "parquet", "text", "arrow")
-"""What `datasets` reads by itself: names of formats, not of data sets."""
 
 
 class _SilentBar(tqdm):
@@ -130,7 +128,7 @@ def _loader(root: Path | None, seen: list[_Loaded]) -> Any:
         files = options.get("data_files")
         if path == "json" and isinstance(files, dict):  # our own tasks name files that lie beside them
             options["data_files"] = {split: _beside(file) for split, file in files.items()}
-        with nullcontext() if path in FILE_FORMATS else loading(path, root):
+        with loading(path, root):
             found = load(find_dataset(path, root), name, *arguments, **options)
         seen.append(_Loaded(path, list(found) if isinstance(found, dict) else None))
         if isinstance(found, dict) and not any(len(rows) for rows in found.values()):

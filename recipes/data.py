@@ -12,6 +12,8 @@ from halfbyte.records.errors import UserError
 
 DATA_VARIABLE = "HALFBYTE_DATA"
 PROBE_SECONDS = 5.0
+FILE_FORMATS = ("json", "csv", "parquet", "text", "arrow")
+"""What `datasets` reads by itself: names of formats, not of data sets."""
 
 
 def data_root(given: Path | None = None) -> Path | None:
@@ -65,10 +67,10 @@ def loading(name: str, root: Path | None) -> Iterator[None]:
         UserError: when the data set is gated, unknown, unreachable, or lacks the configuration or split asked for.
     """
     import datasets
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
     from huggingface_hub.errors import HfHubHTTPError
 
-    local = Path(name).exists() or find_dataset(name, root) != name
+    local = name in FILE_FORMATS or Path(name).exists() or find_dataset(name, root) != name
     if not local and name.startswith(("/", ".", "~")):
         raise UserError(f"data set folder {name} does not exist")
     bars = datasets.are_progress_bars_disabled()
@@ -79,8 +81,12 @@ def loading(name: str, root: Path | None) -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
+    except DatasetGenerationError as error:
+        raise UserError(f"data set '{name}' cannot be read: {error.__cause__ or error}") from error
     except (DatasetNotFoundError, HfHubHTTPError, ConnectionError) as error:
         raise UserError(_reason(name, root, error), _where(name, root)) from error
+    except (FileNotFoundError, StopIteration) as error:  # StopIteration is what an empty JSON file leads to
+        raise UserError(f"data set '{name}' holds no data: {str(error) or 'its file is empty'}") from error
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
             raise

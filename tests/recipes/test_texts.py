@@ -107,6 +107,15 @@ def test_an_unknown_split_or_configuration_is_named(hub_copy: Path) -> None:
         load_texts(TextSource(dataset="owner/poems", name="songs"), data_root=hub_copy)
 
 
+def test_a_folder_without_data_and_one_that_is_not_json_are_named(hub_copy: Path) -> None:
+    (hub_copy / "owner" / "bare").mkdir()
+    with pytest.raises(UserError, match="'owner/bare' holds no data"):
+        load_texts(TextSource(dataset="owner/bare"), data_root=hub_copy)
+    (hub_copy / "owner" / "bare" / "train.jsonl").write_text("no json\n", encoding="utf-8")
+    with pytest.raises(UserError, match="'owner/bare' cannot be read"):
+        load_texts(TextSource(dataset="owner/bare"), data_root=hub_copy)
+
+
 def test_an_unreachable_hub_is_said_at_once_with_the_place_to_put_it(
     hub_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
