@@ -80,10 +80,18 @@ def _question(raw: dict[str, Any], requests: list[list[Any]]) -> str:
     if isinstance(doc, dict):
         for field in _QUESTION_FIELDS:
             if isinstance(doc.get(field), str):
-                return _cut(doc[field], QUESTION_LENGTH)
+                return _cut(doc[field], QUESTION_LENGTH) + _options(doc.get("choices"), requests)
     # the question is the end of the prompt; few-shot examples come before it
     prompt = str(requests[0][0]).strip() if requests and requests[0] else ""
     return prompt if len(prompt) <= QUESTION_LENGTH else f"...{prompt[-QUESTION_LENGTH:]}"
+
+
+def _options(texts: Any, requests: list[list[Any]]) -> str:
+    """The choices a letter stands for, where the model was asked for a letter (mmlu)."""
+    letters = [str(request[1]).strip() for request in requests if len(request) > 1]
+    if not isinstance(texts, list) or len(texts) < 2 or letters != [chr(65 + i) for i in range(len(texts))]:
+        return ""
+    return "".join(f"\n{letter}. {_cut(str(text), ANSWER_LENGTH)}" for letter, text in zip(letters, texts, strict=True))
 
 
 def _cut(text: str, length: int) -> str:

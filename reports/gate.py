@@ -17,6 +17,7 @@ from halfbyte.reports.policy import Policy
 from halfbyte.reports.statistics import Interval, questions_to_settle
 
 PERPLEXITY = "perplexity"
+_AT_THE_FLOOR = "the baseline scores too little to lose more than is tolerated, so the task cannot show a loss"
 MIN_WINDOWS = 20  # a percentile bootstrap over fewer promises more than it keeps
 
 
@@ -87,13 +88,15 @@ def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
 
 def _judge_task(row: TaskResult, policy: Policy) -> Judgement:
     margin = policy.margin_of(row.task)
-    word = word_of(row.result.interval, margin)
+    word, reason = word_of(row.result.interval, margin), row.result.no_interval
+    if row.higher_is_better and row.result.mcnemar_p is not None and row.result.baseline <= margin:
+        word, reason = "inconclusive", _AT_THE_FLOOR
     return Judgement(
         margin=margin,
         primary=policy.decides(row.task),
         verdict=word,
-        needed=questions_to_settle(row.result, margin, policy.alpha) if word == "inconclusive" else None,
-        reason=row.result.no_interval,
+        needed=questions_to_settle(row.result, margin, policy.alpha) if word == "inconclusive" and not reason else None,
+        reason=reason,
     )
 
 
@@ -155,7 +158,7 @@ def _counted(words: list[Word]) -> str:
 def _strain(row: TaskResult, judgement: Judgement) -> float:
     """The end of the interval that decides, in margins."""
     found = row.result.interval
-    if found is None:
+    if found is None or judgement.reason:
         return float("inf")
     return (found.low if judgement.verdict == "fail" else found.high) / judgement.margin
 
@@ -168,6 +171,8 @@ def _say(label: str, row: TaskResult, judgement: Judgement, policy: Policy, task
         f"{figures.figure(result.candidate)}; of {figures.count(result.questions)} questions "
         f"{figures.count(result.lost)} lost, {figures.count(result.gained)} gained)"
     )
+    if judgement.reason == _AT_THE_FLOOR:
+        return f"{seen}, which is no evidence: {judgement.reason}.", "Evaluate a task that the baseline can do."
     if found is None:
         return (
             f"{seen}, and no confidence interval can be given: {result.no_interval}.",

@@ -71,6 +71,14 @@ def test_one_lost_question_of_thirty_does_not_block_a_release(tmp_path: Path) ->
     assert verdict(gated(tmp_path, (30, 4, 1, 0))) == ("inconclusive", 3)
 
 
+def test_a_task_that_the_baseline_cannot_do_is_no_evidence_however_many_questions_it_has(tmp_path: Path) -> None:
+    found = gated(tmp_path, (5000, 5, 0, 0))
+    assert verdict(found) == ("inconclusive", 3)
+    assert found.verdict is not None
+    assert "cannot show a loss" in found.verdict.sentence
+    assert found.verdict.next_step == "Evaluate a task that the baseline can do."
+
+
 def test_two_empty_folders_are_an_error(tmp_path: Path) -> None:
     for side in ("baseline", "candidate"):
         (tmp_path / side).mkdir()

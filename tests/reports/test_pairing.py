@@ -209,6 +209,30 @@ def test_generated_answers_are_read_from_lm_evals_lines(tmp_path: Path) -> None:
     assert (ours.target, ours.given, theirs.given) == ("#### 2", "2", "[invalid]")
 
 
+def test_letters_are_shown_with_the_choices_they_stand_for(tmp_path: Path) -> None:
+    def lettered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for line in lines:
+            for letter, request in zip("ABCD", line["arguments"].values(), strict=True):
+                request["arg_1"] = f" {letter}"
+        return lines
+
+    pairs = both(tmp_path, {"edit": lettered}, {"values": [0.0, *VALUES[1:]], "edit": lettered})
+    ours, theirs = pairs.answers[("colours", "none", 0)]
+    assert ours.question == "colours 0?\nA. red\nB. green\nC. blue\nD. yellow"
+    assert (ours.target, theirs.given) == ("A", "B")
+
+
+def test_the_likeliest_choice_per_character_is_the_answer_under_acc_norm(tmp_path: Path) -> None:
+    def scored(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for line in lines:  # red: -3 / 3 characters; yellow: -4 / 6 characters
+            line["filtered_resps"] = [["-3.0", "False"], ["-9.0", "False"], ["-9.0", "False"], ["-4.0", "False"]]
+        return lines
+
+    sides: dict[str, Any] = {"edit": scored, "metric": "acc_norm"}
+    pairs = both(tmp_path, sides, {"values": [0.0, *VALUES[1:]], **sides})
+    assert pairs.answers[("colours", "none", 0)][0].given == "yellow"
+
+
 def test_another_model_under_the_same_name_is_not_the_same_model(tmp_path: Path) -> None:
     other = model("NVFP4").model_copy(update={"digest": digest("other"), "name": model().name})
     assert not both(tmp_path, candidate={"of": other}).same_model
