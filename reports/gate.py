@@ -210,7 +210,9 @@ def _next_step(row: TaskResult, judgement: Judgement) -> str:
     else:
         more = "evaluate a larger task of the same kind, or sample each question several times"
     if judgement.needed is None:
-        return f"The loss lies on the margin, and no number of questions is likely to settle that: {more}."
+        if row.settings.limit is None:
+            more = "evaluate another task"
+        return f"The measured loss lies on the margin, where more questions like these seldom settle it: {more}."
     return f"About {figures.rounded_up(judgement.needed)} questions like these would settle it: {more}."
 
 

@@ -132,6 +132,14 @@ def test_a_limit_is_said_and_removing_it_is_the_next_step(tmp_path: Path) -> Non
     assert "cut to the first 200 questions of each subtask" in found.tasks[0].notes
 
 
+def test_a_loss_on_the_margin_asks_for_another_task_or_the_whole_one(tmp_path: Path) -> None:
+    for limit, step in ((None, "evaluate another task"), (200, "evaluate without the limit of 200")):
+        found = gated(tmp_path, (200, 100, 14, 4), load_policy("smoke"), limit=limit)
+        assert found.verdict is not None
+        assert "lies on the margin" in found.verdict.next_step
+        assert step in found.verdict.next_step
+
+
 def test_passing_the_smoke_policy_is_said_to_be_no_evidence(tmp_path: Path) -> None:
     found = gated(tmp_path, (200, 100, 0, 0), load_policy("smoke"))
     assert verdict(found) == ("pass", 0)
