@@ -19,6 +19,7 @@ UNNAMED = ("__init__.py", "py.typed")
 # Files that cannot say it themselves.
 TEXTS = {
     "demo-calibration.txt": "plain paragraphs the demo's activations are measured on",
+    "report.html.j2": "the page of the one-file HTML report",
     "smoke.jsonl": "its 200 questions, written for halfbyte",
     "demo-fidelity.txt": "other paragraphs the demo's KL and perplexity are measured on",
     "__main__.py": "`python -m halfbyte`",
