@@ -31,8 +31,9 @@ def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: i
     Raises:
         UserError: when nothing is left.
     """
-    encoded = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
-    rows = [[int(token) for token in ids] for ids in encoded if len(ids) > 0]
+    # Not truncation=True: a fast tokenizer keeps that setting and would be saved with it into the checkpoint.
+    encoded = tokenizer(list(texts), verbose=False)["input_ids"]
+    rows = [[int(token) for token in ids[:length]] for ids in encoded if len(ids) > 0]
     if not rows:
         raise UserError("the calibration texts hold no token", "check quantize.calibration.sources")
     return rows

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import FORMATS, make_model, quantize_both, spec
 
 from halfbyte.quant.checkpoint import quant_format, shard_files
 from halfbyte.quant.load import load
 from halfbyte.recipes.schema import ModelSpec
 from halfbyte.records.errors import UserError
-
-from .tiny import FORMATS, make_model, quantize_both, spec
 
 INPUTS = torch.randint(0, 384, (3, 40), generator=torch.Generator().manual_seed(2))
 

@@ -1,0 +1,172 @@
+"""A whole run on a tiny model: its recipe, a child process that can be killed at a chosen moment, and its result."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from halfbyte.records.digests import model_digest
+
+TEXTS = [f"the {a} {b} sees the {c} and the {a} runs" for a in ("cat", "dog", "bird", "fish") for b in ("is", "was")
+         for c in ("moon", "sun", "tree")]  # fmt: skip
+
+
+def write_recipe(folder: Path, model: Path, **changes: Any) -> Path:
+    """A recipe for the tiny model and the smoke task, with its texts beside it; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "texts.txt").write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
+    content: dict[str, Any] = {
+        "name": "tiny-nvfp4",
+        "description": "A random model of two layers.",
+        "model": {"id": str(model)},
+        "quantize": {
+            "preset": "nvfp4",
+            "calibration": {"sources": [{"dataset": "texts.txt", "samples": 16}], "length": 32, "batch_size": 2},
+        },
+        "evaluate": {
+            "batch_size": 4,
+            "tasks": [{"task": "smoke", "limit": 16}],
+            "fidelity": {"source": {"dataset": "texts.txt"}, "window": 64},
+        },
+        "gate": {"policy": "smoke"},
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content | changes), encoding="utf-8")
+    return path
+
+
+def _child(argv: list[str], cwd: Path, cache: Path, hook: Callable[[], None] | None) -> None:
+    os.chdir(cwd)
+    os.environ["HALFBYTE_CACHE"] = str(cache)
+    import torch
+
+    from halfbyte.main import main
+
+    torch.set_num_threads(1)
+    if hook is not None:
+        hook()
+    os._exit(main(argv))
+
+
+def run_child(argv: list[str], cwd: Path, cache: Path, hook: Callable[[], None] | None = None) -> int:
+    """Runs a command in a fresh process and returns its exit code, -9 when it was killed.
+
+    A fork server has the libraries imported already: each child starts at once and is as fresh as a new process.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["halfbyte.stages", "halfbyte.quant.produce", "halfbyte.reports.write", "lm_eval"])
+    process = context.Process(target=_child, args=(argv, cwd, cache, hook))
+    process.start()
+    process.join(300)
+    assert process.exitcode is not None, "the run hangs"
+    return process.exitcode
+
+
+def kill() -> None:
+    """kill -9, by the process itself."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# The moments to be killed at. They live here since a child process must be able to import them.
+
+
+def _at_call(module: Any, name: str, number: int, where: Callable[..., bool] = lambda *_, **__: True) -> None:
+    """Replaces `module.name` by one that kills the process at its `number`th call."""
+    real = getattr(module, name)
+    calls = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += where(*args, **kwargs)
+        if calls == number:
+            kill()
+        return real(*args, **kwargs)
+
+    setattr(module, name, counted)
+
+
+def in_baseline_evaluation() -> None:
+    """After two whole batches of the baseline, whose journal is in the cache."""
+    from halfbyte.records.journal import Journal
+
+    _at_call(Journal, "append", 3, lambda journal, _: "cache" in journal.path.parts)
+
+
+def in_calibration() -> None:
+    """With some texts seen."""
+    from halfbyte.quant import calibration
+
+    _at_call(calibration, "packed_inputs", 6)
+
+
+def in_export() -> None:
+    """With half of a weight file written."""
+    import transformers.modeling_utils as upstream
+
+    real = upstream.safe_save_file
+
+    def half(tensors: Any, path: Any, **options: Any) -> None:
+        real(tensors, path, **options)
+        whole = Path(path).read_bytes()
+        Path(path).write_bytes(whole[: len(whole) // 2])
+        kill()
+
+    upstream.safe_save_file = half
+
+
+def in_candidate_evaluation() -> None:
+    """After two whole batches of the candidate."""
+    from halfbyte.records.journal import Journal
+
+    _at_call(
+        Journal, "append", 3, lambda journal, _: "runs" in journal.path.parts and "fidelity" not in str(journal.path)
+    )
+
+
+def in_fidelity() -> None:
+    """After one window."""
+    from halfbyte.records.journal import Journal
+
+    _at_call(Journal, "append", 2, lambda journal, _: "fidelity" in str(journal.path))
+
+
+def in_report() -> None:
+    """With one of its files written."""
+    from halfbyte.reports import write
+
+    _at_call(write, "write_text", 2)
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """What a run found: all figures and the checkpoint, without times of day and durations."""
+    comparison = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+    return {
+        "comparison": _timeless(comparison),
+        "verdict": _timeless(json.loads((folder / "verdict.json").read_text(encoding="utf-8"))),
+        "checkpoint": model_digest(folder / "checkpoint"),
+        "samples": {
+            path.parent.name: [_answer(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            for path in sorted(folder.glob("evaluations/*/*/samples_*.jsonl"))
+        },
+        "fidelity": [
+            json.loads(path.read_text(encoding="utf-8"))["windows"] for path in sorted(folder.rglob("fidelity.json"))
+        ],
+    }
+
+
+def _answer(line: str) -> Any:
+    sample = json.loads(line)
+    return [sample[key] for key in ("doc_id", "doc_hash", "prompt_hash", "resps", "filtered_resps")]
+
+
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _timeless(item) for key, item in value.items() if key not in ("created", "seconds")}
+    return [_timeless(item) for item in value] if isinstance(value, list) else value
