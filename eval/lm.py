@@ -144,7 +144,7 @@ class JournaledLM(LM):
                 f"max_gen_toks {most} leaves no room for a prompt in {self.inner.max_length} tokens",
                 "lower gen_kwargs.max_gen_toks of the task or raise max_length",
             )
-        return self.inner.max_length - most
+        return int(self.inner.max_length) - most
 
     def _count(self, prompts: Sequence[Prompt], room: Sequence[int | None]) -> None:
         self.counts.tokens += sum(prompt.length for prompt in prompts)
