@@ -172,7 +172,7 @@ class _Run:
         samples: dict[str, list[dict[str, Any]]] = results["samples"]
         seconds = time.perf_counter() - start
         self._describe(results, summary, seconds)
-        metrics = files.metrics_of(results)
+        metrics = files.metrics_of(results, self.spec.task)
         if not metrics or not all(samples.values()):
             raise UserError(f"task '{self.spec.task}' gave nothing to score", "check its data set and --limit")
         primary = files.primary_metric(self.spec.metric, metrics)

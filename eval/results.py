@@ -104,8 +104,8 @@ def subtask_fingerprint(task: Any, rows: list[dict[str, Any]], default_max_gen_t
     )
 
 
-def metrics_of(results: dict[str, Any]) -> list[Metric]:
-    """All aggregated figures, groups first, in lm-eval's order.
+def metrics_of(results: dict[str, Any], task: str) -> list[Metric]:
+    """All aggregated figures: those of `task` itself, then those of groups in it, then all others.
 
     Raises:
         UserError: when one of them is no number.
@@ -113,7 +113,7 @@ def metrics_of(results: dict[str, Any]) -> list[Metric]:
     found: list[Metric] = []
     groups = results.get("groups", {})
     questions = {name: int(counts["effective"]) for name, counts in results["n-samples"].items()}
-    for name in [*groups, *(name for name in results["results"] if name not in groups)]:
+    for name in sorted(results["results"], key=lambda name: (name != task, name not in groups)):
         values = results["results"][name]
         directions = results["higher_is_better"].get(name, {})
         for key, value in values.items():

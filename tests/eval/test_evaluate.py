@@ -141,6 +141,21 @@ def test_a_group_has_its_own_metrics_first(evaluate: Any) -> None:
     assert record.fingerprint.limit == 5
 
 
+def test_the_task_itself_comes_before_the_groups_in_it(evaluate: Any, tiny_tasks: Path) -> None:
+    nested = """
+group: tiny_nested
+task:
+  - {group: inner, task: [tiny_choice], aggregate_metric_list: [{metric: acc}]}
+  - tiny_other
+aggregate_metric_list: [{metric: acc}]
+"""
+    (tiny_tasks / "tiny_nested.yaml").write_text(nested, encoding="utf-8")
+    record, _ = evaluate(TaskSpec(task="tiny_nested", limit=3))
+    subtasks = list(dict.fromkeys(metric.subtask for metric in record.metrics))
+    assert subtasks == ["tiny_nested", "tiny_nested::inner", "tiny_choice", "tiny_other"]
+    assert [metric.questions for metric in record.metrics if metric.metric == "acc"] == [6, 3, 3, 3]
+
+
 def test_generation_is_recorded_with_its_settings_and_health(evaluate: Any) -> None:
     record, folder = evaluate(TaskSpec(task="tiny_generate", gen_kwargs={"max_gen_toks": 4}))
     generation = record.fingerprint.subtasks["tiny_generate"].generation
