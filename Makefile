@@ -26,8 +26,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 model: $(INSTALLED)
 	$(BIN)/python tests/fetch_smollm2.py $(MODEL)
 
+# A verdict is a result, and NVFP4 is expected to fail here: only bad input and bugs fail the demo.
 demo: model
-	$(BIN)/halfbyte run demo-fp8 demo-nvfp4
+	$(BIN)/halfbyte run demo-fp8 demo-nvfp4 || case $$? in 1|3) ;; *) exit 1 ;; esac
 
 test: $(INSTALLED)
 	$(PYTEST) -m 'not gpu and not bench'
