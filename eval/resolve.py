@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import datasets
 import lm_eval.api.task
+import lm_eval.evaluator
 import lm_eval.models.huggingface
 import numpy as np
 from lm_eval.tasks import TaskManager
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from halfbyte.recipes.data import find_dataset, loading
 from halfbyte.records.errors import UserError, unknown_name
+from halfbyte.records.manifest import git_commit
 
 TASKS = Path(__file__).resolve().parent / "tasks"
 
@@ -39,6 +41,8 @@ def quiet_lm_eval() -> Iterator[None]:
         with (
             patch.object(lm_eval.api.task, "tqdm", _SilentBar),
             patch.object(lm_eval.models.huggingface, "tqdm", _SilentBar),
+            # lm-eval asks git about the working directory, and git complains on stderr where that is no checkout.
+            patch.object(lm_eval.evaluator, "get_git_commit_hash", git_commit),
         ):
             yield
     finally:
