@@ -46,6 +46,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	rm -rf .typecheck build
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target .typecheck .
+	rm -rf build
 	MYPYPATH=.typecheck $(BIN)/mypy
 	PYTHONPATH=.typecheck $(BIN)/lint-imports
 
