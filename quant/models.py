@@ -124,9 +124,24 @@ def open_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
     options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
-        return AutoTokenizer.from_pretrained(source.folder, **options)
+        with quiet_upstream():
+            tokenizer = AutoTokenizer.from_pretrained(source.folder, **options)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{source.folder} has no usable tokenizer: {str(error).splitlines()[0]}") from None
+    if source.gguf_file is not None:
+        _set_gguf_specials(tokenizer, source.folder / source.gguf_file)
+    return tokenizer
+
+
+def _set_gguf_specials(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Takes the special tokens from the file: transformers' conversion can name another one as the end of text."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    for ours, theirs in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
+        field = fields.get(f"tokenizer.ggml.{theirs}_token_id")
+        if field is not None:
+            setattr(tokenizer, ours, tokenizer.convert_ids_to_tokens(int(field.contents())))
 
 
 def open_original(

@@ -8,10 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from halfbyte.quant.backend import use_cpu_backend
-from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, amax_of_scale, fp8_dequantize, fp8_quantize, fp8_scale
+from halfbyte.quant.numerics import (
+    E2M1_MAX,
+    E4M3_MAX,
+    NVFP4_BLOCK,
+    amax_of_scale,
+    fp8_dequantize,
+    fp8_quantize,
+    fp8_scale,
+    nvfp4_dequantize,
+    nvfp4_quantize,
+    nvfp4_scale_2,
+)
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import atomic_folder, read_json, write_json
@@ -104,8 +115,9 @@ def settle(model: PreTrainedModel) -> None:
     1. Linears that read the same input (q/k/v, gate/up) get one amax, as loaders that fuse them assume; ModelOpt would
        do this silently during export.
     2. Every amax becomes one that is recovered exactly from the scale the checkpoint stores.
-    3. FP8 weights are rounded to their codes. ModelOpt's export divides bfloat16 weights by the scale in bfloat16 and
-       rounds the quotient again to FP8, which moves about 3 % of the codes; already rounded weights are not moved.
+    3. Weights are rounded to the values their codes stand for. ModelOpt's export divides bfloat16 weights by the FP8
+       scale in bfloat16 and rounds the quotient again to FP8, which moves about 3 % of the codes; and its CUDA kernel
+       divides NVFP4 weights approximately, which moves ties. Weights that are rounded already are moved by neither.
     """
     from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
 
@@ -119,10 +131,23 @@ def settle(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for module in model.modules():
             quantizer = getattr(module, "weight_quantizer", None)
-            if quantizer is not None and quantizer.is_enabled and getattr(quantizer, "is_fp8", False):
-                scale = fp8_scale(quantizer.amax)
+            if quantizer is not None and quantizer.is_enabled:
                 weight: nn.Parameter = module.weight  # type: ignore[assignment]
-                weight.copy_(fp8_dequantize(fp8_quantize(weight, scale), weight.dtype))
+                weight.copy_(_rounded(weight, quantizer))
+
+
+def _rounded(weight: Tensor, quantizer: Any) -> Tensor:
+    """A weight rounded to the values of its codes; blocks that would not be rounded to the same values again are kept.
+
+    Those are NVFP4 blocks with a scale near the smallest E4M3 value: no more than 4e-5 of the tensor's magnitude.
+    """
+    if quantizer.is_fp8:
+        return fp8_dequantize(fp8_quantize(weight, fp8_scale(quantizer.amax)), weight.dtype)
+    scale_2 = nvfp4_scale_2(quantizer.amax)
+    rounded = nvfp4_dequantize(nvfp4_quantize(weight, scale_2), weight.dtype)
+    again = nvfp4_dequantize(nvfp4_quantize(rounded, scale_2), weight.dtype)
+    same = (again == rounded).unflatten(-1, (-1, NVFP4_BLOCK)).all(dim=-1, keepdim=True)
+    return torch.where(same.expand(*same.shape[:-1], NVFP4_BLOCK).flatten(-2), rounded, weight)
 
 
 def scale_divisor(name: str, quantizer: Any) -> float:

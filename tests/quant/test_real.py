@@ -88,7 +88,5 @@ def test_the_choice_on_real_questions_is_the_same(
     if device == "cpu":
         assert torch.equal(memory, read)
     else:
-        # ModelOpt's CUDA kernels divide by the block scale in another order than its export does, so that a few
-        # weights end on the neighbouring FP4 value; see test_gpu.
-        assert (memory - read).abs().max() < 0.1 * memory.std()
+        torch.testing.assert_close(memory, read, rtol=0.02, atol=0.02)  # FP8: a bfloat16 unit here and there
     assert memory.argmax(dim=1).unique().numel() > 1, "a model that always answers the same letter proves nothing"
