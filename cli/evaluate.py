@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from halfbyte.recipes.schema import EvaluateSpec, ModelSpec, TaskSpec
+from pydantic import ValidationError
+
+from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
 
@@ -14,17 +16,21 @@ def run(args: Namespace) -> int:
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     if not names:
         raise UserError("--tasks names no task", "give lm-eval tasks, separated by commas")
-    settings = EvaluateSpec(
-        dtype=args.dtype,
-        batch_size=args.batch_size,
-        max_length=args.max_length,
-        apply_chat_template=args.apply_chat_template,
-        tasks=[TaskSpec(task=name, num_fewshot=args.num_fewshot, limit=args.limit) for name in names],
-    )
+    try:
+        settings = EvaluateSpec(
+            dtype=args.dtype,
+            batch_size=args.batch_size,
+            max_length=args.max_length,
+            apply_chat_template=args.apply_chat_template,
+            tasks=[TaskSpec(task=name, num_fewshot=args.num_fewshot, limit=args.limit) for name in names],
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{first['loc'][-1]} {first['input']!r}: {first['msg']}") from None
     from halfbyte.eval.run import evaluate_model  # torch and lm-eval take seconds
-    from halfbyte.quant.load import load
+    from halfbyte.quant.load import load_as_it_is
 
-    found = load(ModelSpec(id=args.model), dtype=args.dtype, device=args.device)
+    found = load_as_it_is(args.model, dtype=args.dtype, device=args.device)
     records = evaluate_model(found.model, found.tokenizer, found.summary, settings, args.output, args.data_root)
     if args.json:
         print(dumps([record.model_dump(mode="json") for record in records]), end="")

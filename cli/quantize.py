@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 
@@ -14,7 +15,7 @@ def run(args: Namespace) -> int:
     """Prints the plan, makes the checkpoint, prints where it is."""
     overrides = list(args.set)
     if args.model is not None:
-        overrides.append(f"model.id={args.model}")
+        overrides.append(f"model.id={json.dumps(args.model, ensure_ascii=False)}")  # quoted: 123 is a name too
     recipe = load_recipe(args.recipe, overrides)
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in the recipe should not
 

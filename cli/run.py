@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfbyte.recipes.find import load_recipe, with_limit
+from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
 from halfbyte.records.run import RunFolder
 
@@ -15,8 +17,11 @@ if TYPE_CHECKING:
     from halfbyte.quant.produce import Job
     from halfbyte.recipes.schema import Recipe
     from halfbyte.reports.comparison import Comparison
+    from halfbyte.reports.policy import Policy
 
-STAGES = ("baseline", "quantize", "candidate", "fidelity", "report")
+logger = logging.getLogger(__name__)
+
+STAGES = ("plan", "baseline", "quantize", "candidate", "fidelity", "report")
 
 
 def run(args: Namespace) -> int:
@@ -24,21 +29,19 @@ def run(args: Namespace) -> int:
     recipes = [with_limit(load_recipe(name, args.set), args.limit) for name in args.recipe]
     twice = {recipe.name for recipe in recipes if [other.name for other in recipes].count(recipe.name) > 1}
     if twice:
-        from halfbyte.records.errors import UserError
-
         raise UserError(f"recipe '{min(twice)}' is given twice")
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in a recipe should not
-    from halfbyte.reports.policy import load_policy
 
-    for recipe in recipes:
-        load_policy(recipe.gate.policy)
+    policies = {recipe.name: _policy_that_applies(recipe) for recipe in recipes}
     jobs = [produce.prepare(recipe, args.device) for recipe in recipes]
     if args.dry_run:
         return _print_plans(jobs, as_json=args.json)
     for job in jobs:
         if not args.force:
             produce.require_own_folder(job, RunFolder(args.output / job.recipe.name), force=False)
-    comparisons = [_run_one(job, RunFolder(args.output / job.recipe.name), args) for job in jobs]
+    comparisons = [
+        _run_one(job, RunFolder(args.output / job.recipe.name), policies[job.recipe.name], args) for job in jobs
+    ]
     return _conclude(comparisons, args)
 
 
@@ -53,10 +56,24 @@ def _print_plans(jobs: list[Job], *, as_json: bool) -> int:
     return 0
 
 
-def _run_one(job: Job, folder: RunFolder, args: Namespace) -> Comparison:
+def _policy_that_applies(recipe: Recipe) -> Policy | None:
+    """The recipe's policy; None, with a warning, where it cannot judge tasks that are cut by a limit."""
+    from halfbyte.reports.policy import load_policy
+
+    policy = load_policy(recipe.gate.policy)
+    for spec in recipe.evaluate.tasks:
+        try:
+            if policy.decides(spec.task):
+                policy.refuse_limit(spec.task, spec.limit)
+        except UserError as refusal:
+            logger.warning("%s: %s; the sides are compared without a verdict", recipe.name, refusal.message)
+            return None
+    return policy
+
+
+def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace) -> Comparison:
     from halfbyte.quant import produce
     from halfbyte.reports.compare import compare
-    from halfbyte.reports.policy import load_policy
     from halfbyte.reports.write import write_reports
     from halfbyte.stages import Side, cached_record, evaluate_side, keep_copy, measure
 
@@ -66,7 +83,7 @@ def _run_one(job: Job, folder: RunFolder, args: Namespace) -> Comparison:
         if args.force:
             produce.require_own_folder(job, folder, force=True)
         produce.claim(job, folder)
-        _say(args, recipe, "quantize", f"plan:\n{job.plan}")
+        _say(args, recipe, "plan", f"{job.source.name} on {job.device}\n{job.plan}")
         baseline = Side(job.source.digest, job.device.type, job.dtype, job.open_baseline)
         _say(args, recipe, "baseline", job.source.name)
         cached = evaluate_side(baseline, settings, cached_record(baseline.digest), args.data_root)
@@ -88,7 +105,7 @@ def _run_one(job: Job, folder: RunFolder, args: Namespace) -> Comparison:
         baseline.free()
         candidate.free()
         _say(args, recipe, "report", str(folder.root))
-        comparison = compare(ours, theirs, policy=load_policy(recipe.gate.policy), fidelity=fidelity)
+        comparison = compare(ours, theirs, policy=policy, fidelity=fidelity)
         write_reports([comparison], folder.root)
     return comparison
 
@@ -115,5 +132,5 @@ def _conclude(comparisons: list[Comparison], args: Namespace) -> int:
     else:
         print(render_text(comparisons))
         print(f"report: {report}")
-    verdicts = [comparison.verdict.verdict for comparison in comparisons if comparison.verdict is not None]
-    return EXIT_CODES[worst(verdicts)]
+    # What was not judged is no pass.
+    return EXIT_CODES[worst([one.verdict.verdict if one.verdict else "inconclusive" for one in comparisons])]

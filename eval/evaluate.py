@@ -87,6 +87,9 @@ def evaluate_task(
 def _finished(output: Path, key: str, *, replace: bool) -> EvaluationRecord | None:
     """The record in `output` when it is the one wanted; publishes one that was whole when its process was killed."""
     partial = output.with_name(output.name + PARTIAL)
+    blocking = next((path for path in (output, *output.parents) if path.exists()), None)
+    if blocking is not None and not blocking.is_dir():
+        raise UserError(f"cannot write {output}: {blocking} is a file", "choose another --output")
     if (output / RECORD_FILE).exists():
         record = load_record(output)
         if record.key == key:
@@ -150,6 +153,10 @@ class _Run:
             raise UserError(
                 "apply_chat_template is set, but the tokenizer has no chat template",
                 "evaluate without it, or add chat_template.jinja to the model folder",
+            )
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                "the tokenizer names no token that ends a text", "name its eos_token in tokenizer_config.json"
             )
         self.spec = spec
         self.settings = settings

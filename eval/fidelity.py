@@ -183,4 +183,7 @@ def _windows(tokenizer: Any, text: str, spec: FidelitySpec) -> list[list[int]]:
 
 
 def _describe(source: TextSource) -> str:
+    path = Path(source.dataset)
+    if path.is_file():
+        return path.name
     return ", ".join([source.dataset, *([source.name] if source.name else []), source.split])

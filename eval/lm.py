@@ -94,6 +94,7 @@ class JournaledLM(LM):
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood (nats) of each continuation, and whether greedy decoding would give it."""
         prompts = encode_pairs(self.inner, [request.args for request in requests])
+        self._refuse_cut_answers(requests, prompts)
         self._count(prompts, [self.inner.max_length + 1] * len(prompts))
 
         def answer(batch: list[Instance]) -> list[Any]:
@@ -152,6 +153,19 @@ class JournaledLM(LM):
         self.counts.truncated += sum(
             most is not None and prompt.length > most for prompt, most in zip(prompts, room, strict=True)
         )
+
+    def _refuse_cut_answers(self, requests: Sequence[Instance], prompts: Sequence[Prompt]) -> None:
+        """A prompt may be cut from the left, the continuation that is scored may not."""
+        most = int(self.inner.max_length)
+        for request, prompt in zip(requests, prompts, strict=True):
+            if prompt.length > most:
+                context, continuation = request.args
+                tokens = len(self.inner._encode_pair(context, continuation)[1]) if context else prompt.length
+                if tokens > most:
+                    raise UserError(
+                        f"{self.label}: an answer of {tokens} tokens does not fit into a max_length of {most}",
+                        "raise max_length",
+                    )
 
     def _refuse_nonsense(self, values: Sequence[float]) -> None:
         bad = sum(not math.isfinite(value) for value in values)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from halfbyte.records.digests import model_digest
-from halfbyte.records.errors import UserError
+from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.files import read_json
 from halfbyte.records.record import ModelSummary
 
@@ -70,14 +70,21 @@ def quant_format(folder: Path) -> QuantFormat | None:
     """What the checkpoint in `folder` declares; None for a model that ModelOpt has not quantized.
 
     Raises:
-        UserError: when it declares an algorithm that cannot be read back.
+        UserError: when it declares an algorithm that cannot be read back, or another library quantized it.
     """
     config = read_config(folder)
     block = config.get("quantization_config") or {}
+    if not isinstance(block, dict):
+        raise UserError(f"{folder / 'config.json'}: quantization_config is no mapping", "restore it from its source")
     if (folder / "hf_quant_config.json").is_file():
         block = read_json(folder / "hf_quant_config.json").get("quantization", {})
-    elif block.get("quant_method") != "modelopt":
+    elif not block:
         return None
+    elif block.get("quant_method") != "modelopt":
+        raise UserError(
+            f"{folder} is quantized already, by {block.get('quant_method')}, which cannot be read back",
+            "give the original model",
+        )
     algorithm = block.get("quant_algo")
     if algorithm is None:
         raise UserError(f"{folder} says it was quantized by ModelOpt but names no quant_algo", "quantize it again")
@@ -111,14 +118,17 @@ def shard_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        content = read_json(index)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index} names no weights", "copy it again, or delete it where there is one file only")
+        names = sorted(set(map(str, weight_map.values())))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise UserError(
                 f"{folder} lacks {len(missing)} of {len(names)} shards: {missing[0]}", "copy it again, whole"
             )
-        if names:
-            return [folder / name for name in names]
+        return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         other = next(iter(sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.gguf")])), None)
@@ -221,5 +231,12 @@ def plain_dtype(folder: Path) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """bfloat16, float16 or float32 as a torch type."""
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+    """bfloat16, float16 or float32 as a torch type.
+
+    Raises:
+        UserError: for any other, as a model's configuration may name it.
+    """
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in known:
+        raise unknown_name("dtype", name, known)
+    return known[name]

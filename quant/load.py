@@ -21,10 +21,12 @@ from halfbyte.quant.models import (
     Source,
     compute_dtype,
     device_of,
+    empty_model,
     locate,
     open_original,
     open_tokenizer,
     original_summary,
+    require_same_vocabulary,
 )
 from halfbyte.quant.numerics import (
     E2M1_MAX,
@@ -73,7 +75,7 @@ def load(spec: ModelSpec, *, dtype: str = "auto", device: str | None = None) -> 
     Raises:
         UserError: when the model cannot be found, is damaged, or is in a format that cannot be read back.
     """
-    source = locate(spec.id, revision=spec.revision, gguf_file=spec.gguf_file)
+    source = locate(spec.id, revision=spec.revision, gguf_file=spec.gguf_file, dtype=spec.dtype)
     where = device_of(device)
     declared = None if source.gguf_file else ck.quant_format(source.folder)
     if declared is None:
@@ -85,7 +87,17 @@ def load(spec: ModelSpec, *, dtype: str = "auto", device: str | None = None) -> 
         computed = compute_dtype(dtype, where, ck.torch_dtype(ck.plain_dtype(source.folder)))
         model = open_exported(source, declared, dtype=computed, device=where)
         summary = ck.summarize(source.folder, source.name)
-    return Loaded(model, open_tokenizer(source), summary, str(computed).removeprefix("torch."))
+    tokenizer = open_tokenizer(source)
+    require_same_vocabulary(model, tokenizer)
+    return Loaded(model, tokenizer, summary, str(computed).removeprefix("torch."))
+
+
+def load_as_it_is(name: str, *, dtype: str = "auto", device: str | None = None) -> Loaded:
+    """Opens a model with its weights in the type its configuration names; a GGUF file in bfloat16. See load."""
+    source = locate(name)
+    own: Any = "bfloat16" if source.gguf_file else ck.plain_dtype(source.folder)
+    ck.torch_dtype(own)  # refuses other types
+    return load(ModelSpec(id=name, dtype=own), dtype=dtype, device=device)
 
 
 def open_exported(
@@ -96,16 +108,10 @@ def open_exported(
     Raises:
         UserError: when tensors are missing, damaged or do not fit what the checkpoint declares.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(source.folder)
-    except (ValueError, KeyError, OSError) as error:
-        raise UserError(f"transformers cannot open {source.folder}: {str(error).strip().splitlines()[0]}") from None
+    config, empty = empty_model(source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # or transformers looks for a quantizer of its own
-    with torch.device("meta"):
-        architecture = type(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+    architecture: Any = type(empty)
     with Tensors(source.folder) as tensors:
         scales = read_scales(tensors, declared)
         weights = {name: _weight(tensors, name, dtype) for name in tensors if not _is_scale(name)}
@@ -151,16 +157,23 @@ def read_scales(tensors: Tensors, declared: QuantFormat) -> dict[str, Tensor]:
     Raises:
         UserError: when a scale is missing, zero or not finite, or a layer is stored in another format than declared.
     """
+    quantized = 0
     for name in tensors:
         module, _, leaf = name.rpartition(".")
         if leaf != "weight":
             continue
         stored = tensors.layer_format(module)
+        quantized += stored is not None
         expected = declared.layers.get(module, declared.algorithm)
         if stored is not None and stored != expected:
             raise UserError(f"{module} is stored as {stored} but declared as {expected}", "export the model again")
         if stored == ck.FP8 and f"{module}.input_scale" not in tensors:
             raise UserError(f"{module} has no input_scale", "the checkpoint is incomplete; export the model again")
+    if not quantized:
+        raise UserError(
+            f"the checkpoint declares {declared.label}, but no weight in it is quantized",
+            "its weights or its configuration are of another model; export the model again",
+        )
     scales = {name: tensors[name].float() for name in tensors if _is_scale(name)}
     for name, scale in scales.items():
         if not bool(torch.isfinite(scale).all()) or bool((scale <= 0).any()):
@@ -179,9 +192,12 @@ def attach_quantizers(model: nn.Module, scales: Mapping[str, Tensor], declared: 
         UserError: when a scale belongs to no module, or only some of the KV scales are there.
     """
     from modelopt.torch.quantization.conversion import replace_quant_module, set_quantizer_by_cfg
+    from modelopt.torch.quantization.extensions import get_cuda_ext_fp8
 
     register()
     with quiet_upstream():
+        if next(model.parameters()).device.type == "cuda":
+            get_cuda_ext_fp8()  # built and announced on stdout at its first use, which is later than this block
         replace_quant_module(model)
         set_quantizer_by_cfg(model, [{"quantizer_name": "*", "enable": False}])
     modules = dict(model.named_modules())

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfbyte.quant.checkpoint import quant_format, read_config, shard_files, summarize, torch_dtype
+from halfbyte.quant.checkpoint import Tensors, plain_dtype, quant_format, read_config, summarize, torch_dtype
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.schema import ModelSpec
-from halfbyte.records.digests import file_digest, model_digest
+from halfbyte.records.digests import file_digest, model_digest, value_digest
 from halfbyte.records.errors import UserError
 from halfbyte.records.record import ModelSummary
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 # What a causal LM needs; pickled weights are left on the hub on purpose.
 _HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
@@ -30,11 +35,14 @@ class Source:
     """As the recipe or the command line names it."""
     folder: Path
     gguf_file: str | None = None
+    rounded_to: str | None = None
+    """The type its weights are rounded to on loading; None when they stay as they are."""
 
     @property
     def digest(self) -> str:
-        """Digest of the files that decide its answers."""
-        return file_digest(self.folder / self.gguf_file) if self.gguf_file else model_digest(self.folder)
+        """Digest of the files that decide its answers, and of the type where that makes another model of them."""
+        files = file_digest(self.folder / self.gguf_file) if self.gguf_file else model_digest(self.folder)
+        return files if self.rounded_to is None else value_digest([files, self.rounded_to])
 
 
 def device_of(name: str | None) -> torch.device:
@@ -69,26 +77,33 @@ def compute_dtype(name: str, device: torch.device, own: torch.dtype) -> torch.dt
     return torch_dtype(name)
 
 
-def locate(name: str, *, revision: str | None = None, gguf_file: str | None = None) -> Source:
+def locate(name: str, *, revision: str | None = None, gguf_file: str | None = None, dtype: str | None = None) -> Source:
     """Finds a model's files: a local folder or .gguf file as it is, else a snapshot of a hub repository.
+
+    Args:
+        name: Folder, file or hub id.
+        revision: Of the hub repository.
+        gguf_file: A file in it.
+        dtype: The type the weights will have; None for their own.
 
     Raises:
         UserError: when there is no such folder, or the hub has no such repository, is gated or out of reach.
     """
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        return Source(name, path.parent, path.name)
-    if not path.is_dir():
+        gguf_file, path = path.name, path.parent
+    elif not path.is_dir():
         if path.is_absolute() or name.startswith(".") or name.count("/") != 1:
             raise UserError(f"model folder {name} does not exist", "give a folder, a .gguf file or a hub id ORG/NAME")
         path = _snapshot(name, revision, gguf_file)
     if gguf_file is not None:
         if not (path / gguf_file).is_file():
             raise UserError(f"{path} has no file {gguf_file}", "check model.gguf_file")
-        return Source(name, path, gguf_file)
+        return Source(name, path, gguf_file, None if dtype == "float32" else dtype)
     read_config(path)
-    shard_files(path)
-    return Source(name, path)
+    with Tensors(path):  # reads the head of each file: a damaged one is found before anything is computed
+        pass
+    return Source(name, path, None, None if dtype in ("float32", plain_dtype(path)) else dtype)
 
 
 def _snapshot(name: str, revision: str | None, gguf_file: str | None) -> Path:
@@ -127,21 +142,79 @@ def open_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         with quiet_upstream():
             tokenizer = AutoTokenizer.from_pretrained(source.folder, **options)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{source.folder} has no usable tokenizer: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0].rstrip(" :")
+        raise UserError(
+            f"{source.folder} has no usable tokenizer: {reason}",
+            "put the model's tokenizer.json and tokenizer_config.json there",
+        ) from None
     if source.gguf_file is not None:
         _set_gguf_specials(tokenizer, source.folder / source.gguf_file)
     return tokenizer
 
 
 def _set_gguf_specials(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Takes the special tokens from the file: transformers' conversion can name another one as the end of text."""
+    """Takes the special tokens from the file: transformers' conversion can name another one as the end of text.
+
+    The conversion also asks for clean_up_tokenization_spaces, which no GGUF file says and decoding warns of.
+    """
     from gguf import GGUFReader
 
+    tokenizer.clean_up_tokenization_spaces = False
     fields = GGUFReader(path).fields
     for ours, theirs in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
         field = fields.get(f"tokenizer.ggml.{theirs}_token_id")
         if field is not None:
             setattr(tokenizer, ours, tokenizer.convert_ids_to_tokens(int(field.contents())))
+
+
+def require_same_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer that has more tokens than the model; tokens added to it later are not counted.
+
+    Raises:
+        UserError: with both sizes.
+    """
+    rows = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {rows}",
+            "the tokenizer is of another model; put the right one into the model's folder",
+        )
+
+
+# What transformers raises for a configuration that makes no sense, or weights that are none.
+_REFUSALS = (ValueError, TypeError, KeyError, OSError, RuntimeError, ArithmeticError, ImportError)
+
+
+@contextmanager
+def _opening(folder: Path) -> Iterator[None]:
+    """Turns what transformers says about a folder it cannot open into a UserError."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    try:
+        with quiet_upstream():
+            yield
+    except (*_REFUSALS, StrictDataclassError, SafetensorError) as error:
+        raise UserError(f"transformers cannot open {folder}: {' '.join(str(error).split())[:300]}") from error
+
+
+def empty_model(source: Source, dtype: torch.dtype | None = None) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """The model's configuration, and the model on the meta device: no weight is read.
+
+    Raises:
+        UserError: when it is no causal LM that transformers knows by itself.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    with _opening(source.folder):
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **options)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    masked = [name for name in config.architectures or () if name.endswith("ForMaskedLM")]
+    if masked:
+        raise UserError(f"{source.folder} is a {masked[0]}, which is no causal language model", "give a causal LM")
+    return config, model
 
 
 def open_original(
@@ -164,12 +237,19 @@ def open_original(
 
     if source.gguf_file is None and quant_format(source.folder) is not None:
         raise UserError(f"{source.folder} is an exported checkpoint, not an original model", "give the original model")
+    empty_model(source)  # refuses what is no causal LM
     options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    try:
-        with quiet_upstream():
-            model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype=compute, **options)
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
-        raise UserError(f"transformers cannot open {source.folder}: {str(error).strip().splitlines()[0]}") from error
+    with _opening(source.folder):
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            dtype=compute,
+            trust_remote_code=False,  # or transformers asks on the terminal whether to run code from the folder
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by name
+            **options,
+        )
+    model, info = opened
+    _require_all_weights(info, source.folder)
     if source.gguf_file is not None:
         # transformers marks a dequantized GGUF as quantized, and then refuses to save it.
         model.hf_quantizer = None
@@ -183,6 +263,20 @@ def open_original(
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
+def _require_all_weights(info: dict[str, Any], folder: Path) -> None:
+    """Refuses a model of which a part was left random, which transformers only logs."""
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info[kind]:
+            first = sorted(map(str, info[kind]))[0]
+            raise UserError(
+                f"{folder} does not fit its configuration: {len(info[kind])} {kind}, first {first}",
+                "copy the model again, whole",
+            )
+    surplus = sorted(map(str, info["unexpected_keys"]))
+    if surplus:
+        logger.warning("%s holds %d tensors the model does not use, first %s", folder, len(surplus), surplus[0])
+
+
 def round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Rounds every parameter to `dtype` and keeps its own type."""
     with torch.no_grad():
@@ -193,7 +287,9 @@ def round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
 def original_summary(source: Source, spec: ModelSpec) -> ModelSummary:
     """What the original weighs; for a GGUF file, the file's own size, since that is what lies on the disk."""
     if source.gguf_file is None:
-        return summarize(source.folder, source.name)
+        found = summarize(source.folder, source.name)
+        own = found.format if source.rounded_to is None else f"{source.rounded_to} from {found.format}"
+        return found.model_copy(update={"digest": source.digest, "format": own})
     path = source.folder / source.gguf_file
     from gguf import GGUFReader
 

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from halfbyte.quant.checkpoint import FP8, NVFP4, W4A16_NVFP4
-from halfbyte.quant.models import Source
+from halfbyte.quant.models import Source, empty_model
 from halfbyte.quant.numerics import NVFP4_BLOCK
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.errors import UserError
 
 _NAMES = {"fp8": FP8, "nvfp4": NVFP4, "w4a16_nvfp4": W4A16_NVFP4}
+_READABLE = (".input_quantizer", ".weight_quantizer", ".k_bmm_quantizer", ".v_bmm_quantizer")
 _SCALAR = 4
 """Bytes of a float32 scale."""
 
@@ -101,15 +102,7 @@ def make_plan(source: Source, config: dict[str, Any], dtype: torch.dtype) -> Pla
     Raises:
         UserError: when no layer matches, or a layer would get a format that cannot be exported and read back.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    try:
-        model_config = AutoConfig.from_pretrained(source.folder, **options)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)  # type: ignore[no-untyped-call]
-    except (ValueError, KeyError, OSError) as error:
-        raise UserError(f"transformers cannot open {source.folder}: {str(error).strip().splitlines()[0]}") from None
+    _, model = empty_model(source, dtype)
     return plan_of(model, config)
 
 
@@ -123,6 +116,7 @@ def plan_of(model: nn.Module, config: dict[str, Any]) -> Plan:
     with quiet_upstream():
         replace_quant_module(model)
         set_quantizer_by_cfg(model, config["quant_cfg"])
+    _refuse_unreadable(model)
     layers = tuple(_layers(model, kinds))
     if not any(layer.format for layer in layers):
         patterns = [entry.get("quantizer_name") for entry in config["quant_cfg"] if entry.get("cfg")]
@@ -167,13 +161,37 @@ def _layers(model: nn.Module, kinds: dict[str, str]) -> Iterator[Layer]:
                 f"{name} would be quantized as {found}, which cannot be exported and read back yet",
                 f"supported: {', '.join(_NAMES.values())}",
             )
+        if found is not None and kinds.get(name) == "Conv1D":
+            raise UserError(
+                f"{name} is a Conv1D, as in GPT-2, whose transposed weight cannot be exported and read back yet",
+                f"keep it: {_keeping(name)}",
+            )
         kind = _NAMES.get(str(found))
         if kind in (NVFP4, W4A16_NVFP4) and weight.shape[-1] % NVFP4_BLOCK:
             raise UserError(
                 f"{name} has {weight.shape[-1]} inputs, which is no multiple of the NVFP4 block of {NVFP4_BLOCK}",
-                f"keep it: add {{quantizer_name: '*{name}*', enable: false}} to quant_cfg",
+                f"keep it: {_keeping(name)}",
             )
         yield Layer(name, kinds.get(name, type(module).__name__), math.prod(weight.shape), kind)
+
+
+def _keeping(name: str) -> str:
+    return f"add {{quantizer_name: '*{name}*', enable: false}} to quant_cfg"
+
+
+def _refuse_unreadable(model: nn.Module) -> None:
+    """Refuses quantizers whose work an exported checkpoint would not hold or could not be read back with."""
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    for name, module in model.named_modules():
+        if isinstance(module, TensorQuantizer) and module.is_enabled and not name.endswith(_READABLE):
+            parts = name.split(".")  # ending in a number where there is a quantizer for each expert
+            at = next(i for i, part in enumerate(parts) if "quantizer" in part)
+            parent = ".".join(parts[:at])
+            raise UserError(
+                f"{parent} would be quantized through {parts[at]}, which cannot be exported and read back yet",
+                f"keep it: {_keeping(parent)}",
+            )
 
 
 def _kv_cache(model: nn.Module) -> tuple[str | None, int]:

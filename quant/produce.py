@@ -15,7 +15,15 @@ from halfbyte.quant import calibration, ptq
 from halfbyte.quant.checkpoint import quant_format, summarize, torch_dtype
 from halfbyte.quant.configs import quant_config
 from halfbyte.quant.load import Loaded, load
-from halfbyte.quant.models import Source, compute_dtype, device_of, locate, open_original, open_tokenizer
+from halfbyte.quant.models import (
+    Source,
+    compute_dtype,
+    device_of,
+    locate,
+    open_original,
+    open_tokenizer,
+    require_same_vocabulary,
+)
 from halfbyte.quant.plan import Plan, make_plan
 from halfbyte.recipes.find import load_recipe, recipe_digest, resolved_yaml
 from halfbyte.recipes.schema import Recipe
@@ -69,7 +77,8 @@ def prepare(recipe: Recipe, device: str | None = None) -> Job:
     if recipe.model.kind != "causal-lm":
         raise UserError(f"model kind '{recipe.model.kind}' cannot be quantized yet", "supported: causal-lm")
     config = quant_config(recipe.quantize)
-    source = locate(recipe.model.id, revision=recipe.model.revision, gguf_file=recipe.model.gguf_file)
+    spec = recipe.model
+    source = locate(spec.id, revision=spec.revision, gguf_file=spec.gguf_file, dtype=spec.dtype)
     if source.gguf_file is None and quant_format(source.folder) is not None:
         raise UserError(f"{recipe.model.id} is an exported checkpoint already", "give the original model")
     plan = make_plan(source, config, torch_dtype(recipe.model.dtype))
@@ -175,6 +184,7 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None, quiet: b
         tokenizer = open_tokenizer(job.source)
         computed = compute_dtype("auto", job.device, own)
         model = open_original(job.source, weights=own, compute=computed, device=job.device)
+        require_same_vocabulary(model, tokenizer)
     if ptq.has_calibration(run.calibration, job.key):
         logger.info("calibration: done already")
         ptq.load_calibration(model, job.config, run.calibration)
