@@ -1,0 +1,62 @@
+"""Calibration rows: packed texts see what they would see alone, so the batch size decides nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_model, sequences
+
+from halfbyte.quant import calibration
+from halfbyte.records.errors import UserError
+
+
+def test_rows_keep_order_and_size() -> None:
+    texts = [[1] * 5, [2] * 4, [3] * 9, [4]]
+    assert list(calibration.rows_of(texts, 9)) == [[[1] * 5, [2] * 4], [[3] * 9], [[4]]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_packed_texts_give_the_logits_of_single_ones(family: str) -> None:
+    model = make_model(family).float()
+    assert calibration.packs_exactly(model)
+    texts = sequences(4)
+    with torch.no_grad():
+        packed = model(**calibration.packed_inputs(texts, model.device), use_cache=False).logits[0]
+        single = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in texts])
+    torch.testing.assert_close(packed, single, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_mixes_packed_texts_is_found_out() -> None:
+    class Mixing(torch.nn.Module):
+        """Answers with the running mean of all tokens of the row, whatever position_ids say."""
+
+        device = torch.device("cpu")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(384, 16)
+
+        def get_input_embeddings(self) -> torch.nn.Embedding:
+            return self.embedding
+
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+            hidden = self.embedding(input_ids).cumsum(1)
+            return type("Output", (), {"logits": hidden})()
+
+    assert not calibration.packs_exactly(Mixing())  # type: ignore[arg-type]
+
+
+def test_cutting_texts_leaves_the_tokenizer_as_it_was(tiny_tokenizer: Any) -> None:
+    """truncation=True would be saved with the tokenizer, into the checkpoint."""
+    before = tiny_tokenizer.backend_tokenizer.to_str()
+    rows = calibration.tokenize(["the cat sees the dog " * 20, "", "moon"], tiny_tokenizer, 7)
+    assert len(rows[0]) == 7
+    assert len(rows) == 2
+    assert tiny_tokenizer.backend_tokenizer.to_str() == before
+
+
+def test_texts_without_a_token_are_an_error(tiny_tokenizer: Any) -> None:
+    with pytest.raises(UserError, match="hold no token"):
+        calibration.tokenize(["", ""], tiny_tokenizer, 8)

@@ -1,0 +1,78 @@
+"""The plan says exactly what will be written, and refuses before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FORMATS, make_model, quantize_both, spec
+
+from halfbyte.quant.configs import quant_config
+from halfbyte.quant.models import locate
+from halfbyte.quant.plan import make_plan
+from halfbyte.recipes.schema import QuantizeSpec
+from halfbyte.records.errors import UserError
+
+INPUTS = torch.zeros(1, 4, dtype=torch.long)
+
+
+def _plan(folder: Path, block: QuantizeSpec) -> Any:
+    return make_plan(locate(str(folder)), quant_config(block), torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize(("preset", "kv_cache"), FORMATS)
+def test_the_predicted_size_is_the_size(
+    family: str, preset: str, kv_cache: str | None, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    make_model(family).save_pretrained(tmp_path / "model")
+    block = spec(preset, kv_cache)
+    plan = _plan(tmp_path / "model", block)
+    quantize_both(tmp_path / "model", tiny_tokenizer, tmp_path / "out", block, torch.float32, INPUTS)
+    content = (tmp_path / "out" / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    assert plan.tensor_bytes == len(content) - header
+
+
+def test_the_plan_names_what_is_kept(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    plan = _plan(tmp_path, spec("nvfp4", "fp8"))
+    assert {layer.name for layer in plan.layers if not layer.format} == {"model.embed_tokens", "lm_head"}
+    assert len(plan.quantized) == 14
+    assert (plan.kv_cache, plan.kv_layers) == ("FP8", 2)
+    assert "NVFP4" in str(plan)
+    assert "bits per weight" in str(plan)
+
+
+def test_a_recipe_that_matches_no_layer_is_refused(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    nothing = [
+        {"quantizer_name": "*", "enable": False},
+        {"quantizer_name": "*experts*weight_quantizer", "cfg": {"num_bits": [4, 3]}},
+    ]
+    with pytest.raises(UserError, match=r"matches no layer.*\*experts\*weight_quantizer"):
+        _plan(tmp_path, spec(None, quant_cfg=nothing))
+
+
+@pytest.mark.parametrize(
+    ("preset", "said"),
+    [("int8", "int8_sq"), ("mxfp8", "mxfp8"), ("nvfp4_awq_lite", "awq_lite"), ("nvfp5", "did you mean 'nvfp4'")],
+)
+def test_what_cannot_be_read_back_yet_is_refused_by_name(preset: str, said: str, tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=said):
+        _plan(tmp_path, spec(preset))
+
+
+def test_an_unknown_modelopt_recipe_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'general/ptq/nvfp4_default-kv_fp8'"):
+        quant_config(spec(None, recipe="general/ptq/nvfp4_default_kv_fp8"))
+
+
+def test_a_recipe_of_modelopt_and_the_same_preset_give_one_plan(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    recipe = _plan(tmp_path, spec(None, recipe="general/ptq/nvfp4_default-kv_fp8"))
+    assert recipe.as_dict() == _plan(tmp_path, spec("nvfp4", "fp8")).as_dict()
+    assert recipe.as_dict() == _plan(tmp_path, spec("NVFP4_DEFAULT_CFG", "fp8")).as_dict()
