@@ -38,9 +38,14 @@ def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     final = tmp_path / "checkpoint"
     with files.atomic_folder(final) as partial:
         (partial / "a").write_text("old")
-    with pytest.raises(RuntimeError), files.atomic_folder(final) as partial:
-        (partial / "a").write_text("new")
-        raise RuntimeError
+
+    def fail() -> None:
+        with files.atomic_folder(final) as partial:
+            (partial / "a").write_text("new")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert (final / "a").read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
 
@@ -59,8 +64,8 @@ def test_safetensors_own_error_of_a_full_disk_is_recognised(tmp_path: Path) -> N
 
 
 def test_other_errors_pass_through(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError), disk_full_is_a_user_error(tmp_path):
-        raise PermissionError(errno.EACCES, "no")
+    with pytest.raises(ZeroDivisionError), disk_full_is_a_user_error(tmp_path):
+        raise ZeroDivisionError
 
 
 def test_a_changed_file_has_another_digest_though_digests_are_cached(tmp_path: Path, cache: Path) -> None:
