@@ -119,10 +119,11 @@ def plan_of(model: nn.Module, config: dict[str, Any]) -> Plan:
     _refuse_unreadable(model)
     layers = tuple(_layers(model, kinds))
     if not any(layer.format for layer in layers):
+        example = next((layer.name for layer in layers if layer.kind == "Linear"), "(none can be quantized)")
         patterns = [entry.get("quantizer_name") for entry in config["quant_cfg"] if entry.get("cfg")]
         raise UserError(
             f"the recipe matches no layer of the model (quantizers enabled: {', '.join(map(str, patterns)) or 'none'})",
-            f"its layers are named like {layers[0].name if layers else '(none can be quantized)'}",
+            f"its layers are named like {example}",
         )
     kv_cache, kv_layers = _kv_cache(model)
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())

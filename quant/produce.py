@@ -187,13 +187,14 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None, quiet: b
         require_same_vocabulary(model, tokenizer)
     if ptq.has_calibration(run.calibration, job.key):
         logger.info("calibration: done already")
-        ptq.load_calibration(model, job.config, run.calibration)
+        state = ptq.load_calibration(model, job.config, run.calibration)
+        data, seconds["calibrate"] = state["data"], state["seconds"]
     else:
         texts: list[str] = []
         for entry in spec.sources:
             found = load_texts(entry, seed=spec.seed, data_root=data_root)
             texts += found.texts
-            data[f"calibration: {entry.dataset}"] = found.digest
+            data[" ".join(filter(None, ["calibration:", entry.dataset, entry.name, entry.split]))] = found.digest
         sequences = calibration.tokenize(texts, tokenizer, spec.length)
         loop = calibration.forward_loop(
             sequences,
@@ -203,7 +204,7 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None, quiet: b
         )
         with _timed(seconds, "calibrate"):
             ptq.calibrate(model, job.config, loop)
-        ptq.save_calibration(model, run.calibration, job.key)
+        ptq.save_calibration(model, run.calibration, job.key, data=data, seconds=seconds["calibrate"])
     with _timed(seconds, "export"):
         ptq.settle(model)
         ptq.export(model, tokenizer, run.checkpoint, own)

@@ -68,13 +68,14 @@ def calibrate(model: PreTrainedModel, config: dict[str, Any], loop: Callable[[nn
             )
 
 
-def save_calibration(model: nn.Module, folder: Path, key: str) -> None:
+def save_calibration(model: nn.Module, folder: Path, key: str, **facts: Any) -> None:
     """Keeps the amax of every quantizer, so that a crash during export costs no calibration.
 
     Args:
         model: The calibrated model.
         folder: The run's calibration/ folder; it appears whole or not at all.
         key: Digest of all that shaped the calibration; load_calibration asks for the same.
+        facts: What else to keep beside the key, for the manifest: digests of the texts, seconds.
     """
     state = {
         f"{name}.amax": quantizer.amax.detach().float().cpu().clone()
@@ -83,7 +84,7 @@ def save_calibration(model: nn.Module, folder: Path, key: str) -> None:
     }
     with atomic_folder(folder) as partial:
         save_file(state, partial / AMAX_FILE)
-        write_json(partial / STATE_FILE, {"schema_version": 1, "key": key, "quantizers": len(state)})
+        write_json(partial / STATE_FILE, {"schema_version": 1, "key": key, "quantizers": len(state), **facts})
 
 
 def has_calibration(folder: Path, key: str) -> bool:
@@ -91,8 +92,11 @@ def has_calibration(folder: Path, key: str) -> bool:
     return (folder / STATE_FILE).is_file() and read_json(folder / STATE_FILE).get("key") == key
 
 
-def load_calibration(model: PreTrainedModel, config: dict[str, Any], folder: Path) -> None:
+def load_calibration(model: PreTrainedModel, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Inserts quantizers into the original model, in place, with the amax kept in `folder`.
+
+    Returns:
+        The content of state.json: the key and the facts kept beside it.
 
     Raises:
         UserError: when the kept state does not belong to this model.
@@ -107,6 +111,7 @@ def load_calibration(model: PreTrainedModel, config: dict[str, Any], folder: Pat
                 f"{folder} has an amax for {key}, which the model lacks", "delete the folder or use --force"
             )
         quantizer.amax = amax.to(model.device)
+    return dict(read_json(folder / STATE_FILE))
 
 
 def settle(model: PreTrainedModel) -> None:
@@ -146,7 +151,7 @@ def _rounded(weight: Tensor, quantizer: Any) -> Tensor:
     scale_2 = nvfp4_scale_2(quantizer.amax)
     rounded = nvfp4_dequantize(nvfp4_quantize(weight, scale_2), weight.dtype)
     again = nvfp4_dequantize(nvfp4_quantize(rounded, scale_2), weight.dtype)
-    same = (again == rounded).unflatten(-1, (-1, NVFP4_BLOCK)).all(dim=-1, keepdim=True)
+    same = (again == rounded).reshape(*weight.shape[:-1], -1, NVFP4_BLOCK).all(dim=-1, keepdim=True)
     return torch.where(same.expand(*same.shape[:-1], NVFP4_BLOCK).flatten(-2), rounded, weight)
 
 
