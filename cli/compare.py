@@ -27,12 +27,14 @@ def run(args: Namespace) -> int:
 
     policy = None if args.policy is None else load_policy(args.policy)
     comparisons = [compare_folders(args.baseline, candidate, policy) for candidate in args.candidate]
-    print(rendered(comparisons, "json" if args.json else args.format), end="")
+    written: list[Path] = []
     if args.output is not None:
         from halfbyte.reports.write import write_reports
 
-        for path in write_reports(comparisons, args.output):
-            print(f"wrote {path}", file=sys.stderr)
+        written = write_reports(comparisons, args.output)
+    print(rendered(comparisons, "json" if args.json else args.format), end="")
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
     return 0
 
 

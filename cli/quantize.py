@@ -20,10 +20,11 @@ def run(args: Namespace) -> int:
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in the recipe should not
 
     job = produce.prepare(recipe, args.device)
-    print(
-        f"{recipe.name}: {job.source.name}\n{job.plan}",
-        file=sys.stdout if args.dry_run and not args.json else sys.stderr,
-    )
+    if args.dry_run or not args.quiet:
+        print(
+            f"{recipe.name}: {job.source.name}\n{job.plan}",
+            file=sys.stdout if args.dry_run and not args.json else sys.stderr,
+        )
     if args.dry_run:
         if args.json:
             print(dumps({"recipe": recipe.name, "model": job.source.name, **job.plan.as_dict()}), end="")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)  # strict: or `limit: true` would be a limit of 1
 
 
 class ModelSpec(_Strict):
@@ -44,7 +44,7 @@ class CalibrationSpec(_Strict):
     length: int = Field(default=512, ge=2)
     """Longest text in tokens; longer ones are cut."""
     batch_size: int = Field(default=8, ge=1)
-    seed: int = 1234
+    seed: int = Field(default=1234, ge=0, lt=2**32)
 
 
 class QuantizeSpec(_Strict):
@@ -77,7 +77,7 @@ class QuantizeSpec(_Strict):
 class TaskSpec(_Strict):
     """One lm-eval task or group."""
 
-    task: str
+    task: str = Field(pattern=r"^[^/.\s][^/\s]*$")  # it names a folder
     num_fewshot: int | None = Field(default=None, ge=0)
     """None for the task's own number."""
     limit: int | None = Field(default=None, ge=1)
@@ -111,7 +111,7 @@ class EvaluateSpec(_Strict):
     """Longest input in tokens; None for the model's own."""
     apply_chat_template: bool = False
     system_prompt: str | None = None
-    seed: int = 1234
+    seed: int = Field(default=1234, ge=0, lt=2**32)  # numpy takes no other
     tasks: list[TaskSpec] = Field(min_length=1)
     fidelity: FidelitySpec | None = None
 

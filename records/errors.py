@@ -22,8 +22,8 @@ class UserError(Exception):
     exit_code = EXIT_BAD_INPUT
 
     def __init__(self, message: str, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = " ".join(line.strip() for line in message.splitlines())  # libraries' messages have several
+        super().__init__(self.message)
         self.hint = hint
 
     def __str__(self) -> str:
@@ -43,11 +43,14 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} '{name}'", hint)
 
 
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
+
+
 @contextmanager
 def disk_full_is_a_user_error(path: Path) -> Iterator[None]:
-    """Turns "no space left on device" while writing below `path` into a UserError.
+    """Turns "no space left on device" and a place that cannot be written into a UserError, while writing below `path`.
 
-    safetensors reports it as its own exception type with the operating system's text, hence the look
+    safetensors reports a full disk as its own exception type with the operating system's text, hence the look
     at the message.
     """
     try:
@@ -59,4 +62,12 @@ def disk_full_is_a_user_error(path: Path) -> Iterator[None]:
                 f"no space left on the disk while writing {path}",
                 "free some space or choose another --output, then run the same command again; finished stages are kept",
             ) from error
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE and _concerns(error, path):
+            raise UserError(f"cannot write {path}: {error.strerror}", "choose another --output") from error
         raise
+
+
+def _concerns(error: OSError, path: Path) -> bool:
+    """Whether an error is about `path`, something beside or below it, or a folder above it."""
+    name = str(error.filename or path)
+    return str(path).startswith(name) or name.startswith(str(path.parent))

@@ -214,10 +214,12 @@ def read_samples(folder: Path, record: EvaluationRecord) -> Iterator[Sample]:
                 for number, line in enumerate(file, start=1):
                     try:
                         yield _sample(subtask, json.loads(line))
-                    except (ValueError, KeyError, TypeError) as error:
+                    except (ValueError, KeyError, TypeError, RecursionError) as error:
                         raise UserError(f"{path}:{number} is not a sample line: {error}", "evaluate again") from None
         except FileNotFoundError:
             raise UserError(f"{path} is missing from the record", "evaluate again") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 text: {error}", "evaluate again") from None
 
 
 def _sample(subtask: str, line: dict[str, Any]) -> Sample:

@@ -52,14 +52,9 @@ class RunFolder:
         Raises:
             UserError: when another process holds it, or the folder cannot be made.
         """
-        try:
-            with disk_full_is_a_user_error(self.root):
-                self.root.mkdir(parents=True, exist_ok=True)
-                file = (self.root / ".lock").open("w")
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:
-            raise UserError(
-                f"cannot use {self.root} as the output folder: {error.strerror}", "choose another --output"
-            ) from None
+        with disk_full_is_a_user_error(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = (self.root / ".lock").open("w")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -50,9 +50,8 @@ def write_reports(comparisons: Sequence[Comparison], output: Path) -> list[Path]
                 "candidates": [verdict.model_dump(mode="json") for verdict in verdicts],
             }
         )
-    else:
-        for name in (VERDICT_FILE, JUNIT_FILE):
-            (output / name).unlink(missing_ok=True)
     for name, content in contents.items():
         write_text(output / name, content)
+    for name in {VERDICT_FILE, JUNIT_FILE} - contents.keys():
+        (output / name).unlink(missing_ok=True)
     return [output / name for name in contents]
