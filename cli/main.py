@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(arguments)
     _prepare(args)
-    # A name and not a function in the parser, so that parsing imports no command.
-    module = importlib.import_module(f"halfbyte.{args.module}")
-    command = cast("Callable[[Namespace], int]", module.run)
     try:
+        # A name and not a function in the parser, so that parsing imports no command.
+        module = importlib.import_module(f"halfbyte.{args.module}")
+        command = cast("Callable[[Namespace], int]", module.run)
         code = command(args)
         sys.stdout.flush()
         return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import time
@@ -15,7 +16,7 @@ from typing import Any, cast
 from halfbyte.recipes.data import data_root as find_root
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.digests import value_digest
-from halfbyte.records.errors import UserError, disk_full_is_a_user_error
+from halfbyte.records.errors import UserError, disk_full_is_a_user_error, unknown_name
 from halfbyte.records.files import PARTIAL, fsync_folder
 from halfbyte.records.manifest import hardware, now, package_versions
 from halfbyte.records.record import (
@@ -119,11 +120,27 @@ def _resumable_folder(output: Path) -> Iterator[Path]:
     partial = output.with_name(output.name + PARTIAL)
     with disk_full_is_a_user_error(output):
         partial.mkdir(parents=True, exist_ok=True)
-        for path in partial.iterdir():
-            if not path.name.startswith("journal-"):
-                path.unlink()  # result files of a process that was killed while it wrote them
-        yield partial
-        _publish(partial, output)
+        with _held(partial):
+            for path in partial.iterdir():
+                if not path.name.startswith("journal-"):
+                    path.unlink()  # result files of a process that was killed while it wrote them
+            yield partial
+            _publish(partial, output)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keeps a second process, whose answers would mix with ours, out of a folder; a kill frees it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(
+            f"another process evaluates into {folder.with_suffix('')}", "wait for it, or give another --output"
+        ) from None
+    finally:
+        os.close(descriptor)
 
 
 def _publish(partial: Path, output: Path) -> None:
@@ -227,6 +244,15 @@ class _Run:
 
     def _check(self, tasks: dict[str, Any]) -> dict[str, Any] | None:
         """The generation settings to apply; refuses settings that lm-eval would drop without a word."""
+        known = {
+            f"{metric},{entry.name}"
+            for task in tasks.values()
+            for metric in task.aggregation()
+            for entry in task._filters
+        }
+        wanted = self.spec.metric
+        if wanted is not None and not any(wanted in (name, name.partition(",")[0]) for name in known):
+            raise unknown_name("metric", wanted, known)
         shots = self.spec.num_fewshot
         fixed = [name for name, task in tasks.items() if task.config.num_fewshot == 0]
         if shots and fixed:

@@ -11,6 +11,22 @@ from halfbyte.records.errors import UserError
 from halfbyte.records.record import EvaluationRecord, ModelSummary
 
 
+def require_tasks(settings: EvaluateSpec) -> None:
+    """Refuses, before hours are spent on the first task, a later one that is unknown or named twice.
+
+    Raises:
+        UserError: naming it.
+    """
+    from halfbyte.eval.resolve import find_manager  # lm-eval takes seconds
+
+    names = [spec.task for spec in settings.tasks]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
+    for name in names:
+        find_manager(name)
+
+
 def evaluate_model(
     model: Any,
     tokenizer: Any,
@@ -24,12 +40,9 @@ def evaluate_model(
     """Evaluates on each task of `settings` into `output`/<task>; tasks that are done are skipped.
 
     Raises:
-        UserError: when a task is named twice, and see evaluate_task.
+        UserError: see require_tasks and evaluate_task.
     """
-    names = [spec.task for spec in settings.tasks]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
+    require_tasks(settings)
     return [
         evaluate_task(
             model, tokenizer, spec, settings, summary, output / spec.task, data_root=data_root, replace=replace
