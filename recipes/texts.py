@@ -108,6 +108,8 @@ def _from_file(path: Path, source: TextSource) -> list[str]:
         raise UserError(f"text file {path} is empty")
     lines = content.split("\n")  # splitlines() would also cut at characters that JSON strings may hold
     if path.suffix == ".txt":
+        if source.field is not None:
+            raise UserError(f"{path} is plain text; field '{source.field}' would have no effect", "leave field out")
         return lines
     column: str | None = None
     texts: list[str] = []

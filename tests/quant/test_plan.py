@@ -76,3 +76,28 @@ def test_a_recipe_of_modelopt_and_the_same_preset_give_one_plan(tmp_path: Path) 
     recipe = _plan(tmp_path, spec(None, recipe="general/ptq/nvfp4_default-kv_fp8"))
     assert recipe.as_dict() == _plan(tmp_path, spec("nvfp4", "fp8")).as_dict()
     assert recipe.as_dict() == _plan(tmp_path, spec("NVFP4_DEFAULT_CFG", "fp8")).as_dict()
+
+
+def test_fused_experts_and_transposed_weights_are_refused_before_calibration(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 384, "num_experts": 2, "moe_intermediate_size": 64,
+    }  # fmt: skip
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).save_pretrained(tmp_path / "moe")
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts would be quantized through"):
+        _plan(tmp_path / "moe", spec("nvfp4"))
+    GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=384)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match="is a Conv1D, as in GPT-2"):
+        _plan(tmp_path / "gpt2", spec("fp8"))
+
+
+def test_fp8_weights_without_quantized_inputs_are_refused(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    weights_only = [
+        {"quantizer_name": "*", "enable": False},
+        {"quantizer_name": "*proj*weight_quantizer", "cfg": {"num_bits": [4, 3]}},
+    ]
+    with pytest.raises(UserError, match="FP8 weight and unquantized inputs"):
+        _plan(tmp_path, spec(None, quant_cfg=weights_only))

@@ -219,3 +219,12 @@ def test_the_digest_follows_content_and_not_place_or_description(mine: Path, tmp
     (copy.parent / "texts.txt").write_text("two!\n", encoding="utf-8")
     assert recipe_digest(load_recipe(str(copy))) != first
     assert recipe_digest(load_recipe(str(mine), ["evaluate.seed=1"])) != first
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["evaluate.tasks.0.limit=true", "evaluate.seed=-1", "evaluate.batch_size=8.0", "evaluate.tasks.0.task=a/b"],
+)
+def test_a_value_that_would_be_misread_is_refused(override: str) -> None:
+    with pytest.raises(UserError, match=rf"--set: {override.partition('=')[0]} is "):
+        load_recipe("demo-fp8", [override])

@@ -146,3 +146,9 @@ def test_modelopts_names_go_through_modelopt(tmp_path: Path) -> None:
     (tmp_path / "abisee" / "cnn_dailymail" / "README.md").write_text(readme, encoding="utf-8")
     texts = load_texts(TextSource(dataset="cnn_dailymail", samples=2), seed=5, data_root=tmp_path)
     assert texts.texts == ["news 0", "news 1"]
+
+
+def test_a_field_of_a_plain_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("one\n", encoding="utf-8")
+    with pytest.raises(UserError, match="field 'body' would have no effect"):
+        load_texts(TextSource(dataset=str(tmp_path / "texts.txt"), field="body"))

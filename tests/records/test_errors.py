@@ -1,0 +1,32 @@
+"""A user's mistake is one line, whatever a library's message looks like, and names what cannot be written."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from halfbyte.records.errors import UserError, disk_full_is_a_user_error
+from halfbyte.records.files import write_text
+
+
+def test_a_message_of_several_lines_becomes_one() -> None:
+    assert UserError("1 error:\n  limit\n    is wrong").message == "1 error: limit is wrong"
+
+
+def test_a_place_below_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with pytest.raises(UserError, match=r"cannot write .*report\.md: File exists"):
+        write_text(tmp_path / "file" / "report.md", "text")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_says_that_finished_stages_are_kept(number: int, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no space left.*finished stages are kept"), disk_full_is_a_user_error(tmp_path):
+        raise OSError(number, "full", str(tmp_path / "x"))
+
+
+def test_an_error_about_another_place_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), disk_full_is_a_user_error(tmp_path / "output"):
+        raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/data.json")
