@@ -167,7 +167,7 @@ def _layers(model: nn.Module, kinds: dict[str, str]) -> Iterator[Layer]:
                 f"{name} is a Conv1D, as in GPT-2, whose transposed weight cannot be exported and read back yet",
                 f"keep it: {_keeping(name)}",
             )
-        if found == "fp8" and not module.input_quantizer.is_enabled:  # type: ignore[union-attr]
+        if found == "fp8" and not module.input_quantizer.is_enabled:
             raise UserError(
                 f"{name} would have an FP8 weight and unquantized inputs, which cannot be read back yet",
                 "quantize its inputs too: enable '*input_quantizer' with num_bits [4, 3]",
