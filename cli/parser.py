@@ -29,6 +29,7 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
     _add_quantize(commands)
+    _add_verify(commands)
     _add_eval(commands)
     _add_compare(commands)
     _add_gate(commands)
@@ -124,6 +125,17 @@ def _add_quantize(commands: Commands) -> None:
     _add_work(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--force", action="store_true", help="replace what is in the output folder")
+
+
+def _add_verify(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "verify",
+        "verify",
+        "check the numbers of an exported checkpoint; exit 1 when one cannot be right",
+        "  halfbyte verify runs/demo-nvfp4/checkpoint",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of an exported checkpoint")
 
 
 def _add_eval(commands: Commands) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from halfbyte.recipes.find import load_recipe, with_limit
 from halfbyte.records.errors import UserError
-from halfbyte.records.files import dumps
+from halfbyte.records.files import dumps, read_json, write_json
 from halfbyte.records.run import RunFolder
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STAGES = ("plan", "baseline", "quantize", "candidate", "fidelity", "report")
+STAGES = ("plan", "baseline", "quantize", "verify", "candidate", "fidelity", "report")
 
 
 def run(args: Namespace) -> int:
@@ -91,6 +91,8 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         baseline.free()
         _say(args, recipe, "quantize", str(folder.checkpoint))
         summary = produce.produce(job, folder, data_root=args.data_root, quiet=args.quiet)
+        _say(args, recipe, "verify", str(folder.checkpoint))
+        _verify(folder, summary.digest)
         candidate = Side(summary.digest, job.device.type, job.dtype, lambda: job.open_candidate(folder))
         _say(args, recipe, "candidate", f"read back from {folder.checkpoint}")
         records = folder.evaluations(candidate.digest)
@@ -108,6 +110,30 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         comparison = compare(ours, theirs, policy=policy, fidelity=fidelity)
         write_reports([comparison], folder.root)
     return comparison
+
+
+def _verify(folder: RunFolder, digest: str) -> None:
+    """Checks the checkpoint's numbers before hours are spent on evaluating it; once for each content.
+
+    Raises:
+        UserError: naming the first check that failed and how many.
+    """
+    from halfbyte.quant.verify import verify
+
+    if folder.verification.is_file():
+        known = read_json(folder.verification)
+        if known["checkpoint_digest"] == digest and all(row["passed"] for row in known["checks"]):
+            logger.info("verify: done already")
+            return
+    checks = verify(folder.checkpoint)
+    rows = [check.as_dict() for check in checks]
+    write_json(folder.verification, {"schema_version": 1, "checkpoint_digest": digest, "checks": rows})
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        raise UserError(
+            f"{folder.checkpoint} fails {len(failed)} of {len(checks)} checks: {failed[0].name}: {failed[0].faults[0]}",
+            f"see `halfbyte verify {folder.checkpoint}`; delete the checkpoint to have it exported again",
+        )
 
 
 def _say(args: Namespace, recipe: Recipe, stage: str, what: str) -> None:

@@ -37,6 +37,11 @@ class RunFolder:
         """The exported checkpoint, in the unified Hugging Face layout."""
         return self.root / "checkpoint"
 
+    @property
+    def verification(self) -> Path:
+        """One row a check of the checkpoint."""
+        return self.root / "verification.json"
+
     def evaluations(self, model_digest: str) -> Path:
         """The records of one model, a folder a task."""
         return self.root / "evaluations" / model_digest[:16]

@@ -28,6 +28,7 @@ OPTIONS = {
     "--num-fewshot --output --quiet --tasks model",
     "compare": "--format --json --output --policy --quiet baseline candidate",
     "gate": "--json --junit --policy --quiet baseline candidate",
+    "verify": "--json --quiet checkpoint",
     "recipes": "--json --quiet --resolved --set recipe",
 }
 
