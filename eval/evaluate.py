@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from halfbyte.recipes.data import data_root as find_root
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.digests import value_digest
 from halfbyte.records.errors import UserError, disk_full_is_a_user_error, unknown_name
-from halfbyte.records.files import PARTIAL, fsync_folder
+from halfbyte.records.files import PARTIAL, replace_folder
 from halfbyte.records.manifest import hardware, now, package_versions
 from halfbyte.records.record import (
     RECORD_FILE,
@@ -146,15 +145,7 @@ def _held(folder: Path) -> Iterator[None]:
 def _publish(partial: Path, output: Path) -> None:
     for path in partial.glob("journal-*"):
         path.unlink()
-    if output.exists():
-        old = output.with_name(output.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(output, old)
-        os.replace(partial, output)
-        shutil.rmtree(old)
-    else:
-        os.replace(partial, output)
-    fsync_folder(output.parent)
+    replace_folder(partial, output)
 
 
 class _Run:

@@ -98,15 +98,20 @@ def atomic_folder(final: Path) -> Iterator[Path]:
                 if path.is_file():
                     with path.open("rb") as file:
                         os.fsync(file.fileno())
-            if final.exists():
-                old = final.with_name(final.name + ".old")
-                shutil.rmtree(old, ignore_errors=True)
-                os.replace(final, old)
-                os.replace(partial, final)
-                shutil.rmtree(old)
-            else:
-                os.replace(partial, final)
+            replace_folder(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        fsync_folder(final.parent)
+
+
+def replace_folder(whole: Path, final: Path) -> None:
+    """Renames a folder that is whole to `final`, in the place of what is there."""
+    if final.exists():
+        old = final.with_name(final.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(final, old)
+        os.replace(whole, final)
+        shutil.rmtree(old)
+    else:
+        os.replace(whole, final)
+    fsync_folder(final.parent)
