@@ -73,11 +73,10 @@ def quant_format(folder: Path) -> QuantFormat | None:
         UserError: when it declares an algorithm that cannot be read back, or another library quantized it.
     """
     config = read_config(folder)
-    block = config.get("quantization_config") or {}
-    if not isinstance(block, dict):
-        raise UserError(f"{folder / 'config.json'}: quantization_config is no mapping", "restore it from its source")
-    if (folder / "hf_quant_config.json").is_file():
-        block = read_json(folder / "hf_quant_config.json").get("quantization", {})
+    block = _mapping(config.get("quantization_config") or {}, folder / "config.json", "quantization_config")
+    own = folder / "hf_quant_config.json"
+    if own.is_file():
+        block = _mapping(_mapping(read_json(own), own, "its content").get("quantization"), own, "quantization")
     elif not block:
         return None
     elif block.get("quant_method") != "modelopt":
@@ -88,7 +87,8 @@ def quant_format(folder: Path) -> QuantFormat | None:
     algorithm = block.get("quant_algo")
     if algorithm is None:
         raise UserError(f"{folder} says it was quantized by ModelOpt but names no quant_algo", "quantize it again")
-    layers = {name: str(layer["quant_algo"]) for name, layer in (block.get("quantized_layers") or {}).items()}
+    by_layer = _mapping(block.get("quantized_layers") or {}, own, "quantized_layers")
+    layers = {name: str(_mapping(layer, own, name).get("quant_algo")) for name, layer in by_layer.items()}
     for name in [*layers.values()] if algorithm == "MIXED_PRECISION" else [algorithm]:
         if name not in READABLE:
             raise UserError(f"{folder} is quantized as {name}, which cannot be read back", f"readable: {READABLE}")
@@ -99,6 +99,12 @@ def quant_format(folder: Path) -> QuantFormat | None:
         exclude=tuple(block.get("exclude_modules") or block.get("ignore") or ()),
         layers=layers,
     )
+
+
+def _mapping(value: Any, path: Path, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: {what} is no mapping", "restore it from its source, or export the model again")
+    return value
 
 
 def _kv_algorithm(folder: Path, block: dict[str, Any]) -> str | None:

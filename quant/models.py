@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfbyte.quant.checkpoint import Tensors, plain_dtype, quant_format, read_config, summarize, torch_dtype
+from halfbyte.quant.checkpoint import (
+    SCALE_SUFFIXES,
+    Tensors,
+    plain_dtype,
+    quant_format,
+    read_config,
+    summarize,
+    torch_dtype,
+)
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.schema import ModelSpec
 from halfbyte.records.digests import file_digest, model_digest, value_digest
@@ -273,6 +281,12 @@ def _require_all_weights(info: dict[str, Any], folder: Path) -> None:
                 "copy the model again, whole",
             )
     surplus = sorted(map(str, info["unexpected_keys"]))
+    scales = [name for name in surplus if name.endswith(tuple(f".{suffix}" for suffix in SCALE_SUFFIXES))]
+    if scales:
+        raise UserError(
+            f"{folder} holds scales of quantized weights ({scales[0]}), but its configuration names no quantization",
+            "copy the checkpoint again, whole, with hf_quant_config.json",
+        )
     if surplus:
         logger.warning("%s holds %d tensors the model does not use, first %s", folder, len(surplus), surplus[0])
 

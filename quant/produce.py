@@ -27,7 +27,7 @@ from halfbyte.quant.models import (
 from halfbyte.quant.plan import Plan, make_plan
 from halfbyte.recipes.find import load_recipe, recipe_digest, resolved_yaml
 from halfbyte.recipes.schema import Recipe
-from halfbyte.recipes.texts import load_texts
+from halfbyte.recipes.texts import load_texts, require_local
 from halfbyte.records.digests import file_digest, model_digest, value_digest
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import write_text
@@ -81,6 +81,9 @@ def prepare(recipe: Recipe, device: str | None = None) -> Job:
     source = locate(spec.id, revision=spec.revision, gguf_file=spec.gguf_file, dtype=spec.dtype)
     if source.gguf_file is None and quant_format(source.folder) is not None:
         raise UserError(f"{recipe.model.id} is an exported checkpoint already", "give the original model")
+    fidelity = recipe.evaluate.fidelity
+    for entry in [*recipe.quantize.calibration.sources, *([fidelity.source] if fidelity else [])]:
+        require_local(entry)
     plan = make_plan(source, config, torch_dtype(recipe.model.dtype))
     versions = package_versions()
     key = value_digest(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -89,7 +90,10 @@ def save_calibration(model: nn.Module, folder: Path, key: str, **facts: Any) -> 
 
 def has_calibration(folder: Path, key: str) -> bool:
     """Whether `folder` holds a calibration made under `key`."""
-    return (folder / STATE_FILE).is_file() and read_json(folder / STATE_FILE).get("key") == key
+    if not ((folder / STATE_FILE).is_file() and (folder / AMAX_FILE).is_file()):
+        return False
+    state = read_json(folder / STATE_FILE)
+    return isinstance(state, dict) and state.get("key") == key
 
 
 def load_calibration(model: PreTrainedModel, config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -102,7 +106,10 @@ def load_calibration(model: PreTrainedModel, config: dict[str, Any], folder: Pat
         UserError: when the kept state does not belong to this model.
     """
     calibrate(model, config, None)
-    state = load_file(folder / AMAX_FILE)
+    try:
+        state = load_file(folder / AMAX_FILE)
+    except SafetensorError as error:
+        raise UserError(f"{folder / AMAX_FILE} is damaged: {error}", "delete the folder to calibrate again") from None
     known = quantizers(model)
     for key, amax in state.items():
         quantizer = known.get(key.removesuffix(".amax"))

@@ -67,6 +67,17 @@ def load_texts(
     return Texts(texts, value_digest(texts))
 
 
+def require_local(source: TextSource) -> None:
+    """Reads a source that is a local file, so that a mistake in it shows before anything is computed or replaced.
+
+    Raises:
+        UserError: see load_texts.
+    """
+    path = Path(source.dataset).expanduser()
+    if path.suffix in (".jsonl", ".txt") or path.is_file():
+        load_texts(source, whole=True)
+
+
 def _label(source: TextSource) -> str:
     return f"'{source.dataset}'" if source.name is None else f"'{source.dataset}' ({source.name})"
 

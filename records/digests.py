@@ -55,8 +55,10 @@ def file_digest(path: Path) -> str:
     key = value_digest([str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino])
     entry = cache_folder() / "digests" / key[:2] / key
     try:
-        return entry.read_text(encoding="ascii")
-    except OSError:
+        known = entry.read_text(encoding="ascii")
+        if len(known) == hashlib.sha256().digest_size * 2:
+            return known
+    except (OSError, ValueError):
         pass
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -271,7 +271,8 @@ def test_calibration_text_that_cannot_be_used_is_named(
     (tmp_path / "texts.txt").write_bytes(content)
     assert expected in mistake("quantize", recipe, "--quiet", "--output", tmp_path / "checkpoint")
     assert "texts.txt" in mistake("run", recipe, "--quiet", "--output", tmp_path / "runs")
-    assert "was made from another" in mistake("run", recipe, "--quiet")
+    assert expected in mistake("run", recipe, "--quiet")
+    assert expected in mistake("run", recipe, "--quiet", "--force")
 
 
 def test_an_output_folder_of_another_recipe_is_refused(line: Line, mistake: Mistake, tmp_path: Path) -> None:

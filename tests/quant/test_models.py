@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, make_model
+from tiny import CPU, make_model, quantize_both, spec
 
 from halfbyte.quant.load import load, load_as_it_is
 from halfbyte.quant.models import locate, open_original
@@ -95,3 +95,22 @@ def test_a_type_that_is_no_type_of_weights_is_named(folder: Path) -> None:
     change_config(folder, dtype="float64", torch_dtype="float64")
     with pytest.raises(UserError, match="unknown dtype 'float64'"):
         load_as_it_is(str(folder))
+
+
+def test_a_quantized_checkpoint_that_lost_its_declaration_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    make_model("llama").save_pretrained(tmp_path / "model")
+    inputs = torch.zeros(1, 4, dtype=torch.long)
+    quantize_both(tmp_path / "model", tiny_tokenizer, tmp_path / "out", spec("fp8"), torch.float32, inputs)
+    (tmp_path / "out" / "hf_quant_config.json").unlink()
+    change_config(tmp_path / "out", quantization_config=None)
+    with pytest.raises(UserError, match=r"holds scales of quantized weights .* names no quantization"):
+        load(ModelSpec(id=str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"quantization": 3}', '{"quantization": {"quant_algo": "FP8", "quantized_layers": {"a": 3}}}']
+)
+def test_a_declaration_that_makes_no_sense_is_named(content: str, folder: Path) -> None:
+    (folder / "hf_quant_config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"hf_quant_config\.json: .* is no mapping"):
+        load(ModelSpec(id=str(folder)))

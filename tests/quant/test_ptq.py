@@ -14,6 +14,7 @@ from halfbyte.quant import calibration, configs, ptq
 from halfbyte.quant import numerics as n
 from halfbyte.quant.models import locate, open_original
 from halfbyte.records.digests import model_digest
+from halfbyte.records.errors import UserError
 
 
 def _calibrated(folder: Path, preset: str, kv_cache: str | None = None) -> Any:
@@ -88,3 +89,17 @@ def test_gradients_pass_straight_through_the_cpu_backend(tmp_path: Path) -> None
     x = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(0))
     layer(x).sum().backward()
     assert torch.allclose(layer.weight.grad, layer.input_quantizer(x).sum(0).expand_as(layer.weight), atol=1e-4)
+
+
+def test_a_damaged_calibration_is_named_and_an_incomplete_one_is_made_again(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path / "model")
+    model = open_original(locate(str(tmp_path / "model")), weights=torch.bfloat16, compute=torch.float32, device=CPU)
+    config = configs.quant_config(spec("fp8"))
+    ptq.calibrate(model, config, calibration.forward_loop(sequences(2), tokens_per_row=64, pack=True, quiet=True))
+    ptq.save_calibration(model, tmp_path / "kept", "key")
+    assert ptq.has_calibration(tmp_path / "kept", "key")
+    (tmp_path / "kept" / ptq.AMAX_FILE).write_bytes(b"abc")
+    with pytest.raises(UserError, match=r"is damaged.*delete the folder to calibrate again"):
+        ptq.load_calibration(model, config, tmp_path / "kept")
+    (tmp_path / "kept" / ptq.AMAX_FILE).unlink()
+    assert not ptq.has_calibration(tmp_path / "kept", "key")
