@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from line import (
     in_export,
     in_fidelity,
     in_report,
+    interrupted,
     result,
     run_child,
     write_recipe,
@@ -42,6 +44,17 @@ def test_a_run_killed_in_any_stage_goes_on_to_the_same_result(
     command = ["run", str(undisturbed["recipe"])]
     assert run_child(command, tmp_path, tmp_path / "cache", stage) == -9
     assert not (tmp_path / "runs" / "tiny-nvfp4" / "verdict.json").exists()
+    assert run_child(command, tmp_path, tmp_path / "cache") == undisturbed["code"]
+    assert result(tmp_path / "runs" / "tiny-nvfp4") == undisturbed["result"]
+
+
+@pytest.mark.parametrize("stage", [in_baseline_evaluation, in_export], ids=lambda stage: stage.__name__)
+def test_ctrl_c_exits_130_and_the_same_command_goes_on_to_the_same_result(
+    stage: Callable[[], None], undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    command = ["run", str(undisturbed["recipe"])]
+    assert run_child(command, tmp_path, tmp_path / "cache", partial(interrupted, stage)) == 130
+    assert not list((tmp_path / "runs").rglob("checkpoint*"))
     assert run_child(command, tmp_path, tmp_path / "cache") == undisturbed["code"]
     assert result(tmp_path / "runs" / "tiny-nvfp4") == undisturbed["result"]
 
