@@ -5,7 +5,7 @@
     halfbyte compare BASELINE CANDIDATE
 
 stdout carries the result, stderr the log and the progress. Exit codes: 0 done or pass, 1 fail, 2 bad input,
-3 inconclusive, 130 interrupted. No command's libraries are imported before that command runs.
+3 inconclusive, 70 a bug, 130 interrupted. No command's libraries are imported before that command runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import os
 import shlex
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -23,6 +24,8 @@ from halfbyte.parser import build_parser
 from halfbyte.records.errors import UserError
 
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+EXIT_BUG = 70  # sysexits.h: internal software error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; those of the process by default.
 
     Returns:
-        The exit code. A user's mistake is 2 after one line on stderr; any other exception is a bug and is raised.
+        The exit code. A user's mistake is 2 after one line on stderr; a bug is 70 after its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(arguments)
@@ -56,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader (head, less) has gone; without this Python complains once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return EXIT_BROKEN_PIPE
+    except Exception:
+        traceback.print_exc()  # a bug; Python's own exit code for it is 1, which here says that a loss is proven
+        return EXIT_BUG
 
 
 def _prepare(args: Namespace) -> None:

@@ -30,6 +30,7 @@ def run(args: Namespace) -> int:
     twice = {recipe.name for recipe in recipes if [other.name for other in recipes].count(recipe.name) > 1}
     if twice:
         raise UserError(f"recipe '{min(twice)}' is given twice")
+    from halfbyte.eval.run import require_tasks
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in a recipe should not
 
     policies = {recipe.name: _policy_that_applies(recipe) for recipe in recipes}
@@ -39,6 +40,7 @@ def run(args: Namespace) -> int:
     for job in jobs:
         if not args.force:
             produce.require_own_folder(job, RunFolder(args.output / job.recipe.name), force=False)
+        require_tasks(job.recipe.evaluate)
     comparisons = [
         _run_one(job, RunFolder(args.output / job.recipe.name), policies[job.recipe.name], args) for job in jobs
     ]

@@ -14,7 +14,7 @@ from halfbyte.eval.fidelity import measure_fidelity
 from halfbyte.quant.load import Loaded
 from halfbyte.recipes.schema import EvaluateSpec, FidelitySpec, TaskSpec
 from halfbyte.records.digests import cache_folder, file_digest, value_digest
-from halfbyte.records.errors import UserError
+from halfbyte.records.errors import UserError, disk_full_is_a_user_error
 from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
 from halfbyte.records.files import atomic_folder
 from halfbyte.records.manifest import package_versions
@@ -122,7 +122,9 @@ def keep_copy(record: Path, folder: Path) -> Path:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keeps other processes from computing the same record; waits for them to finish."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+    with disk_full_is_a_user_error(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = (folder.parent / f".{folder.name}.lock").open("w")
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

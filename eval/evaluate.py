@@ -39,7 +39,7 @@ def settings_key(spec: TaskSpec, settings: EvaluateSpec, model_digest: str, *, d
         dtype: Type to compute in, as resolved: bfloat16, float16, float32.
     """
     shared = settings.model_dump(mode="json", exclude={"tasks", "fidelity", "dtype"})
-    packages = {name: version(name) for name in ("lm-eval", "transformers", "torch", "nvidia-modelopt")}
+    packages = {name: version(name) for name in ("halfbyte", "lm-eval", "transformers", "torch", "nvidia-modelopt")}
     return value_digest([spec.model_dump(mode="json"), shared, model_digest, device, dtype, packages])
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
-from halfbyte.recipes.data import find_dataset, loading
+from halfbyte.recipes.data import cache_of, find_dataset, loading
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.manifest import git_commit
 
@@ -133,7 +133,10 @@ def _loader(root: Path | None, seen: list[_Loaded]) -> Any:
         if path == "json" and isinstance(files, dict):  # our own tasks name files that lie beside them
             options["data_files"] = {split: _beside(file) for split, file in files.items()}
         with loading(path, root):
-            found = load(find_dataset(path, root), name, *arguments, **options)
+            folder = find_dataset(path, root)
+            if folder != path:
+                options["cache_dir"] = cache_of(folder)
+            found = load(folder, name, *arguments, **options)
         seen.append(_Loaded(path, list(found) if isinstance(found, dict) else None))
         if isinstance(found, dict) and not any(len(rows) for rows in found.values()):
             raise UserError(f"data set '{path}' has no question in it")

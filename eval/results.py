@@ -101,7 +101,14 @@ def subtask_fingerprint(task: Any, rows: list[dict[str, Any]], default_max_gen_t
         output_type=str(task.OUTPUT_TYPE),
         generation=generation,
         repeats=int(task.config.repeats or 1),
+        chance=_chance(questions) if task.OUTPUT_TYPE == "multiple_choice" else None,
     )
+
+
+def _chance(questions: list[dict[str, Any]]) -> float:
+    # lm-eval asks one request a choice; its mutual-information metrics ask each once more without the question.
+    choices = [len({str(request[1]) for request in row["arguments"]}) for row in questions]
+    return sum(1 / number for number in choices) / len(choices)
 
 
 def metrics_of(results: dict[str, Any], task: str) -> list[Metric]:

@@ -125,6 +125,7 @@ def plan_of(model: nn.Module, config: dict[str, Any]) -> Plan:
             f"the recipe matches no layer of the model (quantizers enabled: {', '.join(map(str, patterns)) or 'none'})",
             f"its layers are named like {example}",
         )
+    _refuse_tied(model, layers)
     kv_cache, kv_layers = _kv_cache(model)
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
     for layer in layers:
@@ -137,6 +138,24 @@ def plan_of(model: nn.Module, config: dict[str, Any]) -> Plan:
         tensor_bytes=size + 2 * _SCALAR * kv_layers,
         dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def _refuse_tied(model: nn.Module, layers: tuple[Layer, ...]) -> None:
+    """Rounding a weight that another module shares would change that module too, and a loader would tie them again."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            owners.setdefault(id(weight), []).append(name)
+    quantized = {layer.name for layer in layers if layer.format}
+    for names in owners.values():
+        chosen = [name for name in names if name in quantized]
+        if chosen and len(names) > 1:
+            other = next(name for name in names if name != chosen[0])
+            raise UserError(
+                f"{chosen[0]} shares its weight with {other}, which would be changed with it",
+                f"keep it: {_keeping(chosen[0])}",
+            )
 
 
 def _bytes(layer: Layer, kept: int) -> int:

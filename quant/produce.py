@@ -106,7 +106,7 @@ def _identity(dataset: str) -> str:
 
 
 def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:
-    """Refuses an output folder that belongs to another recipe; with `force` it is emptied.
+    """Refuses an output folder that belongs to another recipe; with `force` what a run wrote there is removed.
 
     A recipe whose evaluate or gate block has changed is the same one: its checkpoint stays.
 
@@ -117,15 +117,14 @@ def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:
         return
     if not run.root.is_dir():
         raise UserError(f"{run.root} is a file", "choose another --output")
-    if force:
-        for path in run.root.iterdir():
-            if path.name != ".lock":
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        return
     if {path.name for path in run.root.iterdir()} <= {".lock"}:
         return
     if not run.recipe.is_file():
         raise UserError(f"{run.root} is not empty and no run wrote it", "choose another --output")
+    if force:
+        for path in run.written():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        return
     other = load_recipe(str(run.recipe))
     if other.name != job.recipe.name:
         raise UserError(

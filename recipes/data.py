@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from halfbyte.records.digests import cache_folder, value_digest
 from halfbyte.records.errors import UserError
 
 DATA_VARIABLE = "HALFBYTE_DATA"
@@ -40,6 +41,20 @@ def find_dataset(name: str, root: Path | None) -> str:
     if root is not None and name and not Path(name).is_absolute() and (root / name).is_dir():
         return str(root / name)
     return name
+
+
+def cache_of(found: str) -> str | None:
+    """The folder for `datasets` to cache a local data set in; None, its default, for one of the hub.
+
+    Its own cache tells local folders apart by their last name and their README alone: after a file was changed, or in
+    another root, it would give the old questions.
+    """
+    folder = Path(found)
+    if not folder.is_absolute():
+        return None
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    state = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    return str(cache_folder() / "datasets" / value_digest(state)[:16])
 
 
 @cache

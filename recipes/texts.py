@@ -11,8 +11,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from halfbyte.recipes.data import cache_of, find_dataset, loading
 from halfbyte.recipes.data import data_root as find_root
-from halfbyte.recipes.data import find_dataset, loading
 from halfbyte.recipes.schema import TextSource
 from halfbyte.records.digests import value_digest
 from halfbyte.records.errors import UserError
@@ -145,7 +145,8 @@ def _from_hub(source: TextSource, root: Path | None) -> list[str]:
 
     load = cast(Callable[..., Any], datasets.load_dataset)
     with loading(source.dataset, root):
-        rows = load(find_dataset(source.dataset, root), source.name, split=source.split)
+        found = find_dataset(source.dataset, root)
+        rows = load(found, source.name, split=source.split, cache_dir=cache_of(found))
     column = _column(source, rows.column_names)
     return [_as_text(value, source, column) for value in rows[column]]
 

@@ -25,6 +25,12 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Writes `content` under `path` by temporary file, fsync and rename; creates the folder."""
     with disk_full_is_a_user_error(path):
@@ -35,9 +41,7 @@ def write_bytes(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes 0600, which colleagues could not read
+            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes 0600, which colleagues could not read
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -96,6 +100,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
             yield partial
             for path in sorted(partial.rglob("*")):
                 if path.is_file():
+                    path.chmod(0o666 & ~_umask())  # safetensors writes 0600, which colleagues could not read
                     with path.open("rb") as file:
                         os.fsync(file.fileno())
             replace_folder(partial, final)

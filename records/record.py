@@ -54,6 +54,8 @@ class SubtaskFingerprint(_Strict):
     generation: dict[str, Any] | None = None
     """Generation settings as applied: until, max_gen_toks, temperature, ...; None where nothing is generated."""
     repeats: int = 1
+    chance: float | None = None
+    """Accuracy of choosing at random, the mean of 1 / choices; None where nothing is chosen."""
 
 
 class Fingerprint(_Strict):

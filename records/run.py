@@ -10,6 +10,8 @@ from pathlib import Path
 
 from halfbyte.records.errors import UserError, disk_full_is_a_user_error
 
+ENDINGS = (".partial", ".old")
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -49,6 +51,13 @@ class RunFolder:
     def fidelity(self, candidate_digest: str) -> Path:
         """The fidelity record of one candidate."""
         return self.root / "fidelity" / candidate_digest[:16]
+
+    def written(self) -> list[Path]:
+        """What a run put here, half-written folders included; anything else in the folder is somebody's own."""
+        stages = ("calibration", "checkpoint", "evaluations", "fidelity")
+        files = ("recipe.yaml", "manifest.json", "verification.json", "comparison.json", "verdict.json", "junit.xml")
+        names = {*files, "report.md", "report.html", *stages, *(f"{stage}{end}" for stage in stages for end in ENDINGS)}
+        return sorted(path for path in self.root.iterdir() if path.name in names)
 
     @contextmanager
     def lock(self) -> Iterator[None]:

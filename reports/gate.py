@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from scipy.stats import binomtest
+
 from halfbyte.records.errors import UserError
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import (
@@ -17,7 +19,7 @@ from halfbyte.reports.policy import Policy
 from halfbyte.reports.statistics import Interval, questions_to_settle
 
 PERPLEXITY = "perplexity"
-_AT_THE_FLOOR = "the baseline scores too little to lose more than is tolerated, so the task cannot show a loss"
+_AT_THE_FLOOR = "the baseline is too near to chance to lose more than is tolerated, so the task cannot show a loss"
 MIN_WINDOWS = 20  # a percentile bootstrap over fewer promises more than it keeps
 
 
@@ -89,7 +91,7 @@ def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
 def _judge_task(row: TaskResult, policy: Policy) -> Judgement:
     margin = policy.margin_of(row.task)
     word, reason = word_of(row.result.interval, margin), row.result.no_interval
-    if row.higher_is_better and row.result.mcnemar_p is not None and row.result.baseline <= margin:
+    if row.higher_is_better and row.result.mcnemar_p is not None and _above_chance(row, policy.alpha) <= margin:
         word, reason = "inconclusive", _AT_THE_FLOOR
     return Judgement(
         margin=margin,
@@ -98,6 +100,20 @@ def _judge_task(row: TaskResult, policy: Policy) -> Judgement:
         needed=questions_to_settle(row.result, margin, policy.alpha) if word == "inconclusive" and not reason else None,
         reason=reason,
     )
+
+
+def _above_chance(row: TaskResult, alpha: float) -> float:
+    """How much a 0/1 baseline can lose before it answers at random.
+
+    With a known chance level this is a lower bound (Wilson), since a baseline may be above chance by luck.
+    """
+    parts = row.settings.subtasks.values()
+    if not row.metric.startswith("acc") or any(part.chance is None for part in parts):
+        return row.result.baseline
+    chance = sum((part.chance or 0.0) * part.questions for part in parts) / sum(part.questions for part in parts)
+    right = round(row.result.baseline * row.result.questions)
+    interval = binomtest(right, row.result.questions).proportion_ci(1 - 2 * alpha, method="wilson")
+    return float(interval.low) - chance
 
 
 def _judge_perplexity(fidelity: FidelityResult, policy: Policy) -> Judgement | None:

@@ -101,3 +101,14 @@ def test_fp8_weights_without_quantized_inputs_are_refused(tmp_path: Path) -> Non
     ]
     with pytest.raises(UserError, match="FP8 weight and unquantized inputs"):
         _plan(tmp_path, spec(None, quant_cfg=weights_only))
+
+
+def test_a_tied_head_is_not_quantized_through_the_embeddings(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    head = [
+        {"quantizer_name": "*", "enable": False},
+        {"quantizer_name": "*lm_head*weight_quantizer", "cfg": {"num_bits": [4, 3]}},
+        {"quantizer_name": "*lm_head*input_quantizer", "cfg": {"num_bits": [4, 3]}},
+    ]
+    with pytest.raises(UserError, match=r"lm_head shares its weight with model\.embed_tokens"):
+        _plan(tmp_path, spec(None, quant_cfg=head))

@@ -152,3 +152,15 @@ def test_a_field_of_a_plain_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("one\n", encoding="utf-8")
     with pytest.raises(UserError, match="field 'body' would have no effect"):
         load_texts(TextSource(dataset=str(tmp_path / "texts.txt"), field="body"))
+
+
+def test_a_changed_file_in_the_data_root_gives_its_new_text(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    """`datasets` caches a local folder by its README alone."""
+    folder = tmp_path / "root" / "owner" / "set"
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: a.jsonl\n---\n"
+    )
+    for word in ("old", "new"):
+        (folder / "a.jsonl").write_text(json.dumps({"text": word * 3}) + "\n")
+        assert load_texts(TextSource(dataset="owner/set"), data_root=tmp_path / "root").texts == [word * 3]

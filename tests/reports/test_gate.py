@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from record_factory import fidelity, flipped, model, write_record
 
@@ -294,3 +295,15 @@ def test_the_worst_verdict_speaks_for_several_candidates() -> None:
     assert worst(["pass"]) == "pass"
     with pytest.raises(ValueError, match="no verdicts"):
         worst([])
+
+
+def test_a_baseline_at_chance_cannot_show_a_loss(tmp_path: Path) -> None:
+    """One of four answers is right by luck: what answers at random loses nothing when it is damaged further."""
+    random = np.random.default_rng(0)
+    ours, theirs = (random.random(14042) < 0.25 for _ in range(2))
+    for side, values, of in (("b", ours, model()), ("c", theirs, model("NVFP4"))):
+        write_record(tmp_path / side, values.astype(float).tolist(), of=of, subtask={"chance": 0.25})
+    (row,) = compare(tmp_path / "b", tmp_path / "c", RELEASE).tasks
+    assert row.judgement is not None
+    assert row.judgement.verdict == "inconclusive"
+    assert "near to chance" in str(row.judgement.reason)
