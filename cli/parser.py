@@ -106,7 +106,11 @@ def _add_run(commands: Commands) -> None:
     parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N questions of every task")
     _add_work(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--force", action="store_true", help="do it all again, replacing what is in the output folder")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="make the checkpoint again and evaluate it, replacing what a run wrote in the output folder",
+    )
 
 
 def _add_quantize(commands: Commands) -> None:
@@ -121,7 +125,9 @@ def _add_quantize(commands: Commands) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
     parser.add_argument("--model", metavar="ID_OR_PATH", help="another model than the recipe's")
     _add_set(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the checkpoint")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder for the run: checkpoint/ and what made it"
+    )
     _add_work(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--force", action="store_true", help="replace what is in the output folder")

@@ -35,7 +35,7 @@ def run(args: Namespace) -> int:
     with folder.lock():
         if args.force:
             produce.require_own_folder(job, folder, force=True)
-        summary = produce.produce(job, folder, data_root=args.data_root, quiet=args.quiet)
+        summary = produce.produce(job, folder, data_root=args.data_root)
     if args.json:
         print(dumps({"checkpoint": str(folder.checkpoint), **summary.model_dump()}), end="")
     else:

@@ -35,6 +35,8 @@ def run(args: Namespace) -> int:
 
     policies = {recipe.name: _policy_that_applies(recipe) for recipe in recipes}
     jobs = [produce.prepare(recipe, args.device) for recipe in recipes]
+    if len({job.source.digest for job in jobs}) > 1:
+        raise UserError("these recipes start from different models", "one table has one baseline: run them one by one")
     if args.dry_run:
         return _print_plans(jobs, as_json=args.json)
     for job in jobs:
@@ -92,7 +94,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         ours = [keep_copy(record, folder.evaluations(baseline.digest)) for record in cached]
         baseline.free()
         _say(args, recipe, "quantize", str(folder.checkpoint))
-        summary = produce.produce(job, folder, data_root=args.data_root, quiet=args.quiet)
+        summary = produce.produce(job, folder, data_root=args.data_root)
         _say(args, recipe, "verify", str(folder.checkpoint))
         _verify(folder, summary.digest)
         candidate = Side(summary.digest, job.device.type, job.dtype, lambda: job.open_candidate(folder))
@@ -144,19 +146,17 @@ def _say(args: Namespace, recipe: Recipe, stage: str, what: str) -> None:
 
 
 def _conclude(comparisons: list[Comparison], args: Namespace) -> int:
-    from halfbyte.reports.comparison import EXIT_CODES
+    from halfbyte.reports.comparison import EXIT_CODES, ComparisonFile
     from halfbyte.reports.gate import worst
-    from halfbyte.reports.tables import check_one_baseline
     from halfbyte.reports.text import render_text
     from halfbyte.reports.write import write_reports
 
     report: Path = args.output / comparisons[0].candidate.name / "report.html"
     if len(comparisons) > 1:
-        check_one_baseline(comparisons)
         write_reports(comparisons, args.output / "report")
         report = args.output / "report" / "report.html"
     if args.json:
-        print(dumps([comparison.model_dump(mode="json") for comparison in comparisons]), end="")
+        print(dumps(ComparisonFile(comparisons=comparisons).model_dump(mode="json")), end="")
     else:
         print(render_text(comparisons))
         print(f"report: {report}")

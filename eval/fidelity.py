@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from halfbyte.recipes.schema import FidelitySpec, TextSource
 from halfbyte.recipes.texts import load_texts
@@ -18,6 +17,7 @@ from halfbyte.records.errors import UserError
 from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, Window, load_fidelity
 from halfbyte.records.journal import Journal
 from halfbyte.records.manifest import hardware, now, package_versions
+from halfbyte.records.progress import progress_bar
 from halfbyte.records.record import ModelSummary
 
 JOURNAL_FILE = "journal-fidelity.jsonl"
@@ -76,7 +76,7 @@ def measure_fidelity(
             )
     with (
         Journal(output / JOURNAL_FILE, key) as journal,
-        tqdm(total=len(windows), desc="fidelity", unit="window", disable=None, initial=len(journal.entries)) as bar,
+        progress_bar(total=len(windows), desc="fidelity", unit="window", initial=len(journal.entries)) as bar,
     ):
         for ids in windows[len(journal.entries) :]:
             journal.append(compare_window(baseline_model, candidate_model, ids).model_dump())

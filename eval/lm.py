@@ -15,11 +15,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from tqdm.auto import tqdm
 
 from halfbyte.eval.prompts import Prompt, encode_contexts, encode_documents, encode_pairs, plan
 from halfbyte.records.errors import UserError
 from halfbyte.records.journal import Journal
+from halfbyte.records.progress import progress_bar
 
 
 class Scorer(HFLM):
@@ -188,7 +188,7 @@ class JournaledLM(LM):
         key = _requests_digest(self.key, method, requests, batches)
         with (
             Journal(self.folder / f"journal-{method}.jsonl", key) as journal,
-            tqdm(total=len(requests), desc=self.label, unit="request", disable=None) as bar,
+            progress_bar(total=len(requests), desc=self.label, unit="request") as bar,
         ):
             bar.update(sum(len(batch) for batch in batches[: len(journal.entries)]))
             bar.initial = bar.n  # the ETA is of what is left, not of what an earlier process did

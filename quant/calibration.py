@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from halfbyte.records.errors import UserError
+from halfbyte.records.progress import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ def packs_exactly(model: PreTrainedModel) -> bool:
 
 
 def forward_loop(
-    sequences: Sequence[Sequence[int]], *, tokens_per_row: int, pack: bool, quiet: bool = False
+    sequences: Sequence[Sequence[int]], *, tokens_per_row: int, pack: bool
 ) -> Callable[[torch.nn.Module], None]:
     """The loop that mtq.quantize calls with the model, once or more often as the algorithm needs.
 
@@ -90,7 +90,6 @@ def forward_loop(
         sequences: Token ids of each text.
         tokens_per_row: Most tokens in one forward pass.
         pack: Whether several texts may share a row (see packs_exactly).
-        quiet: No progress bar.
     """
     rows = list(rows_of(sequences, tokens_per_row)) if pack else [[sequence] for sequence in sequences]
 
@@ -99,7 +98,7 @@ def forward_loop(
         device = next(model.parameters()).device
         # Without the logits of every position: nobody reads them, and a large vocabulary would need gigabytes.
         extra = {} if _head_is_quantized(model) else {"logits_to_keep": 1}
-        with tqdm(total=sum(map(len, sequences)), unit="token", desc="calibrate", disable=quiet or None) as bar:
+        with progress_bar(total=sum(map(len, sequences)), unit="token", desc="calibrate") as bar:
             for row in rows:
                 model(**packed_inputs(row, device), use_cache=False, **extra)
                 bar.update(sum(map(len, row)))

@@ -206,7 +206,8 @@ class Tensors:
         return None
 
 
-def _is_scale(name: str) -> bool:
+def is_scale(name: str) -> bool:
+    """Whether a tensor is a scale, by the last part of its name."""
     return name.rsplit(".", 1)[-1] in SCALE_SUFFIXES
 
 
@@ -216,7 +217,7 @@ def summarize(folder: Path, name: str) -> ModelSummary:
     weights = 0
     with Tensors(folder) as tensors:
         for tensor in tensors:
-            if not _is_scale(tensor):
+            if not is_scale(tensor):
                 packed = tensors.dtype(tensor) == "U8" and tensor.endswith(".weight")
                 weights += math.prod(tensors.shape(tensor)) * (2 if packed else 1)
     size = sum(path.stat().st_size for path in shard_files(folder))

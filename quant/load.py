@@ -114,7 +114,7 @@ def open_exported(
     architecture: Any = type(empty)
     with Tensors(source.folder) as tensors:
         scales = read_scales(tensors, declared)
-        weights = {name: _weight(tensors, name, dtype) for name in tensors if not _is_scale(name)}
+        weights = {name: _weight(tensors, name, dtype) for name in tensors if not ck.is_scale(name)}
         with quiet_upstream():
             model, info = architecture.from_pretrained(
                 None,
@@ -134,10 +134,6 @@ def open_exported(
     model = model.to(device).eval()
     attach_quantizers(model, scales, declared)
     return model  # type: ignore[no-any-return]
-
-
-def _is_scale(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in ck.SCALE_SUFFIXES
 
 
 def _weight(tensors: Tensors, name: str, dtype: torch.dtype) -> Tensor:
@@ -174,7 +170,7 @@ def read_scales(tensors: Tensors, declared: QuantFormat) -> dict[str, Tensor]:
             f"the checkpoint declares {declared.label}, but no weight in it is quantized",
             "its weights or its configuration are of another model; export the model again",
         )
-    scales = {name: tensors[name].float() for name in tensors if _is_scale(name)}
+    scales = {name: tensors[name].float() for name in tensors if ck.is_scale(name)}
     for name, scale in scales.items():
         if not bool(torch.isfinite(scale).all()) or bool((scale <= 0).any()):
             raise UserError(

@@ -25,6 +25,7 @@ from halfbyte.recipes.schema import ModelSpec
 from halfbyte.records.digests import file_digest, model_digest, value_digest
 from halfbyte.records.errors import UserError
 from halfbyte.records.record import ModelSummary
+from halfbyte.records.run import RunFolder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -104,6 +105,8 @@ def locate(name: str, *, revision: str | None = None, gguf_file: str | None = No
         if path.is_absolute() or name.startswith(".") or name.count("/") != 1:
             raise UserError(f"model folder {name} does not exist", "give a folder, a .gguf file or a hub id ORG/NAME")
         path = _snapshot(name, revision, gguf_file)
+    elif gguf_file is None and RunFolder(path).recipe.is_file() and RunFolder(path).checkpoint.is_dir():
+        path = RunFolder(path).checkpoint  # a run folder stands for the checkpoint in it
     if gguf_file is not None:
         if not (path / gguf_file).is_file():
             raise UserError(f"{path} has no file {gguf_file}", "check model.gguf_file")

@@ -160,7 +160,7 @@ def require_space(job: Job, run: RunFolder) -> None:
         )
 
 
-def produce(job: Job, run: RunFolder, *, data_root: Path | None = None, quiet: bool = False) -> ModelSummary:
+def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> ModelSummary:
     """Writes run.checkpoint, run.calibration, run.recipe and run.manifest; skips what is there.
 
     The caller holds run.lock() and has called require_own_folder.
@@ -202,7 +202,6 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None, quiet: b
             sequences,
             tokens_per_row=spec.length * spec.batch_size,
             pack=calibration.packs_exactly(model),
-            quiet=quiet,
         )
         with _timed(seconds, "calibrate"):
             ptq.calibrate(model, job.config, loop)

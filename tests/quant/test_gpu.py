@@ -45,7 +45,7 @@ def test_read_back_on_cuda(family: str, preset: str, kv_cache: str | None, tmp_p
     source = locate(str(tmp_path / "model"))
     inputs = torch.randint(0, 384, (3, 40), generator=torch.Generator().manual_seed(2)).to(CUDA)
     model = open_original(source, weights=torch.bfloat16, compute=torch.bfloat16, device=CUDA)
-    loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True, quiet=True)
+    loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True)
     ptq.calibrate(model, configs.quant_config(spec(preset, kv_cache)), loop)
     ptq.settle(model)
     weights = {

@@ -21,7 +21,7 @@ def _calibrated(folder: Path, preset: str, kv_cache: str | None = None) -> Any:
     if not folder.exists():
         make_model("llama").save_pretrained(folder)
     model = open_original(locate(str(folder)), weights=torch.bfloat16, compute=torch.float32, device=CPU)
-    loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True, quiet=True)
+    loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True)
     ptq.calibrate(model, configs.quant_config(spec(preset, kv_cache)), loop)
     return model
 
@@ -95,7 +95,7 @@ def test_a_damaged_calibration_is_named_and_an_incomplete_one_is_made_again(tmp_
     make_model("llama").save_pretrained(tmp_path / "model")
     model = open_original(locate(str(tmp_path / "model")), weights=torch.bfloat16, compute=torch.float32, device=CPU)
     config = configs.quant_config(spec("fp8"))
-    ptq.calibrate(model, config, calibration.forward_loop(sequences(2), tokens_per_row=64, pack=True, quiet=True))
+    ptq.calibrate(model, config, calibration.forward_loop(sequences(2), tokens_per_row=64, pack=True))
     ptq.save_calibration(model, tmp_path / "kept", "key")
     assert ptq.has_calibration(tmp_path / "kept", "key")
     (tmp_path / "kept" / ptq.AMAX_FILE).write_bytes(b"abc")

@@ -66,7 +66,7 @@ def test_the_choice_on_real_questions_is_the_same(
     ptq.calibrate(
         model,
         configs.quant_config(spec(preset, kv_cache)),
-        calibration.forward_loop(texts, tokens_per_row=256, pack=True, quiet=True),
+        calibration.forward_loop(texts, tokens_per_row=256, pack=True),
     )
     ptq.settle(model)
     if preset == "fp8":

@@ -83,7 +83,7 @@ def quantize_both(
     through ModelOpt's quantizer again.
     """
     model = open_original(locate(str(source)), weights=torch.bfloat16, compute=compute, device=CPU)
-    loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True, quiet=True)
+    loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True)
     ptq.calibrate(model, configs.quant_config(block), loop)
     ptq.settle(model)
     quantized = {

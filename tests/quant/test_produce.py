@@ -1,0 +1,63 @@
+"""The run folder: whose it is, what --force may remove, and that it stands for the checkpoint in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from line import write_recipe
+
+from halfbyte.quant import produce
+from halfbyte.quant.load import load
+from halfbyte.recipes.find import load_recipe
+from halfbyte.recipes.schema import ModelSpec
+from halfbyte.records.errors import UserError
+from halfbyte.records.manifest import load_manifest
+from halfbyte.records.run import RunFolder
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model_folder: Path, cache: Path) -> Any:  # noqa: ARG001
+    return produce.prepare(load_recipe(str(write_recipe(tmp_path / "recipe", tiny_model_folder))), "cpu")
+
+
+def test_force_removes_what_a_run_wrote_and_nothing_else(job: Any, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    produce.produce(job, run)
+    (run.root / "notes.txt").write_text("mine")
+    produce.require_own_folder(job, run, force=True)
+    assert [path.name for path in run.root.iterdir()] == ["notes.txt"]
+
+
+def test_force_refuses_a_folder_that_no_run_wrote(job: Any, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="no run wrote it"):
+        produce.require_own_folder(job, RunFolder(tmp_path / "thesis"), force=True)
+    assert (tmp_path / "thesis" / "thesis.txt").is_file()
+
+
+def test_a_run_folder_stands_for_its_checkpoint(job: Any, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    summary = produce.produce(job, run)
+    assert load(ModelSpec(id=str(run.root)), device="cpu").summary.digest == summary.digest
+
+
+def test_colleagues_can_read_the_checkpoint(job: Any, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    produce.produce(job, run)
+    modes = {path.name: path.stat().st_mode & 0o044 for path in run.checkpoint.iterdir()}
+    assert set(modes.values()) == {0o044}, modes
+
+
+def test_a_resumed_manifest_names_the_calibration_data(job: Any, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    produce.produce(job, run)
+    first = load_manifest(run.manifest)
+    run.manifest.unlink()  # as a kill between export and manifest leaves it
+    produce.produce(job, run)
+    second = load_manifest(run.manifest)
+    assert second.data == first.data != {}
+    assert second.seconds["calibrate"] == first.seconds["calibrate"]
+    assert second.checkpoint_digest == first.checkpoint_digest
