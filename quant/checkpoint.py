@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from halfbyte.quant.numerics import NVFP4_BLOCK
 from halfbyte.records.digests import model_digest
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.files import read_json
@@ -39,7 +40,6 @@ class QuantFormat:
     """FP8, NVFP4, W4A16_NVFP4, or MIXED_PRECISION."""
     kv_cache: str | None = None
     """FP8, NVFP4 or None."""
-    group_size: int | None = None
     exclude: tuple[str, ...] = ()
     layers: dict[str, str] = field(default_factory=dict)
     """Algorithm by module, for MIXED_PRECISION."""
@@ -92,10 +92,12 @@ def quant_format(folder: Path) -> QuantFormat | None:
     for name in [*layers.values()] if algorithm == "MIXED_PRECISION" else [algorithm]:
         if name not in READABLE:
             raise UserError(f"{folder} is quantized as {name}, which cannot be read back", f"readable: {READABLE}")
+    group = block.get("group_size")
+    if group not in (None, NVFP4_BLOCK) and algorithm in (NVFP4, W4A16_NVFP4):
+        raise UserError(f"{folder} has NVFP4 blocks of {group}", f"blocks of {NVFP4_BLOCK} can be read back")
     return QuantFormat(
         algorithm=algorithm,
         kv_cache=_kv_algorithm(folder, block),
-        group_size=block.get("group_size"),
         exclude=tuple(block.get("exclude_modules") or block.get("ignore") or ()),
         layers=layers,
     )

@@ -133,5 +133,5 @@ class Recipe(_Strict):
     train: None = None
     evaluate: EvaluateSpec
     gate: GateSpec = GateSpec()
-    published: str | None = None
-    """Id of a published table to set beside the results."""
+    published: None = None
+    """Kept for the id of a published table to set beside the results; no value has an effect yet, so none is taken."""

@@ -176,6 +176,13 @@ def test_an_unreadable_algorithm_is_refused_by_name(exported: Path) -> None:
         load(ModelSpec(id=str(exported)), device="cpu")
 
 
+def test_nvfp4_blocks_of_another_size_are_refused(exported: Path) -> None:
+    path = exported / "hf_quant_config.json"
+    path.write_text(path.read_text().replace('"group_size": 16', '"group_size": 32'))
+    with pytest.raises(UserError, match="NVFP4 blocks of 32"):
+        load(ModelSpec(id=str(exported)), device="cpu")
+
+
 def test_an_unknown_device_is_refused_by_name(tiny_model_folder: Path) -> None:
     with pytest.raises(UserError, match="unknown device 'gpu'"):
         load(ModelSpec(id=str(tiny_model_folder)), device="gpu")
