@@ -62,7 +62,8 @@ def find_fidelity(baseline: Path, candidate: Path) -> FidelityRecord | None:
     ours, theirs = _digests(baseline), _digests(candidate)
     places = [path.parent for path in sorted(candidate.rglob(FIDELITY_FILE))]
     run_folder = RunFolder(candidate.resolve().parent.parent)
-    places += [folder for folder in map(run_folder.fidelity, sorted(theirs)) if (folder / FIDELITY_FILE).is_file()]
+    for digest in sorted(theirs):
+        places += [path.parent for path in sorted(run_folder.fidelity(digest).rglob(FIDELITY_FILE))]
     for folder in places:
         record = load_fidelity(folder)
         if record.baseline.digest in ours and record.candidate.digest in theirs:

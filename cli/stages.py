@@ -13,7 +13,7 @@ from halfbyte.eval.evaluate import evaluate_task, settings_key
 from halfbyte.eval.fidelity import measure_fidelity
 from halfbyte.quant.load import Loaded
 from halfbyte.recipes.schema import EvaluateSpec, FidelitySpec, TaskSpec
-from halfbyte.records.digests import cache_folder, file_digest, value_digest
+from halfbyte.records.digests import cache_folder, text_identity, value_digest
 from halfbyte.records.errors import UserError, disk_full_is_a_user_error
 from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
 from halfbyte.records.files import atomic_folder
@@ -53,12 +53,11 @@ class Side:
 
     def free(self) -> None:
         """Forgets the loaded model, so that its memory can be used again."""
-        if self._loaded is not None and self.device == "cuda":
+        held, self._loaded = self._loaded is not None, None
+        if held and self.device == "cuda":
             import torch
 
-            self._loaded = None
             torch.cuda.empty_cache()
-        self._loaded = None
 
 
 def evaluate_side(
@@ -97,8 +96,7 @@ def measure(
     baseline: Side, candidate: Side, spec: FidelitySpec, folder: Path, data_root: Path | None
 ) -> FidelityRecord:
     """The candidate's fidelity against the baseline, measured once below `folder`."""
-    text = Path(spec.source.dataset)
-    asked = [spec.model_dump(mode="json"), file_digest(text) if text.is_file() else None, package_versions()]
+    asked = [spec.model_dump(mode="json"), text_identity(spec.source.dataset), package_versions()]
     key = value_digest([baseline.digest, candidate.digest, candidate.device, candidate.dtype, asked])
     output = folder / key[:16]
     if (output / FIDELITY_FILE).is_file():

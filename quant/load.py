@@ -170,13 +170,16 @@ def read_scales(tensors: Tensors, declared: QuantFormat) -> dict[str, Tensor]:
             f"the checkpoint declares {declared.label}, but no weight in it is quantized",
             "its weights or its configuration are of another model; export the model again",
         )
-    scales = {name: tensors[name].float() for name in tensors if ck.is_scale(name)}
-    for name, scale in scales.items():
+    scales = {}
+    for name in filter(ck.is_scale, tensors):
+        scale = tensors[name].float()
         if not bool(torch.isfinite(scale).all()) or bool((scale <= 0).any()):
             raise UserError(
                 f"{name} is zero, negative or not finite", "the checkpoint is damaged; export the model again"
             )
-    return {name: scale for name, scale in scales.items() if not name.endswith(("weight_scale", "weight_scale_2"))}
+        if not name.endswith(("weight_scale", "weight_scale_2")):  # those are read again with their weights, one by one
+            scales[name] = scale
+    return scales
 
 
 def attach_quantizers(model: nn.Module, scales: Mapping[str, Tensor], declared: QuantFormat) -> None:

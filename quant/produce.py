@@ -28,7 +28,7 @@ from halfbyte.quant.plan import Plan, make_plan
 from halfbyte.recipes.find import load_recipe, recipe_digest, resolved_yaml
 from halfbyte.recipes.schema import Recipe
 from halfbyte.recipes.texts import load_texts, require_local
-from halfbyte.records.digests import file_digest, model_digest, value_digest
+from halfbyte.records.digests import model_digest, text_identity, value_digest
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import write_text
 from halfbyte.records.manifest import Manifest, load_manifest, package_versions
@@ -91,18 +91,13 @@ def prepare(recipe: Recipe, device: str | None = None) -> Job:
             "model": source.digest,
             "dtype": recipe.model.dtype,
             "quantize": recipe.quantize.model_dump(mode="json"),
-            "texts": [_identity(entry.dataset) for entry in recipe.quantize.calibration.sources],
+            "texts": [text_identity(entry.dataset) for entry in recipe.quantize.calibration.sources],
             "device": where.type,
             "packages": {name: versions[name] for name in _SHAPING_PACKAGES},
         }
     )
     computed = compute_dtype(recipe.evaluate.dtype, where, torch_dtype(recipe.model.dtype))
     return Job(recipe, source, config, plan, where, key, str(computed).removeprefix("torch."))
-
-
-def _identity(dataset: str) -> str:
-    path = Path(dataset).expanduser()
-    return file_digest(path) if path.is_file() else dataset
 
 
 def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:

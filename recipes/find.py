@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from halfbyte.recipes.problems import validation_error
 from halfbyte.recipes.schema import Recipe
-from halfbyte.records.digests import file_digest, value_digest
+from halfbyte.records.digests import text_identity, value_digest
 from halfbyte.records.errors import UserError, unknown_name
 
 SUFFIXES = (".yaml", ".yml")
@@ -107,9 +107,7 @@ def recipe_digest(recipe: Recipe) -> str:
     content = recipe.model_dump(mode="json", exclude={"description"})
     fidelity = content["evaluate"]["fidelity"]
     for source in [*content["quantize"]["calibration"]["sources"], *([fidelity["source"]] if fidelity else [])]:
-        text = Path(source["dataset"])
-        if text.is_file():
-            source["dataset"] = file_digest(text)
+        source["dataset"] = text_identity(source["dataset"])
     return value_digest(content)
 
 

@@ -69,6 +69,12 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def text_identity(dataset: str) -> str:
+    """What tells a source of texts apart: the digest of a local file's content, else the name of the data set."""
+    path = Path(dataset).expanduser()
+    return file_digest(path) if path.is_file() else dataset
+
+
 def model_files(folder: Path) -> list[Path]:
     """The files of a model folder that decide its answers, sorted by name."""
     found = {path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}

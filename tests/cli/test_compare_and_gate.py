@@ -91,7 +91,9 @@ def test_the_fidelity_of_a_run_is_found_from_its_evaluation_folder(
     ours, theirs = run.evaluations(first.digest), run.evaluations(second.digest)
     write_record(ours / "colours", baseline, of=first)
     write_record(theirs / "colours", candidate, of=second)
-    fidelity(baseline=first, candidate=second).save(run.fidelity(second.digest))
+    fidelity(baseline=first, candidate=second).save(
+        run.fidelity(second.digest) / "0123456789abcdef"
+    )  # a folder for each text and setting
     assert main(["compare", str(ours), str(theirs), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["comparisons"][0]["fidelity"]["windows"] == 40
 
