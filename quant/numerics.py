@@ -20,6 +20,7 @@ E4M3_MAX = 448.0
 E4M3_TINY = 2.0**-9
 """The smallest positive E4M3 value."""
 NVFP4_BLOCK = 16
+MX_BLOCK = 32
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of E2M1 by code; bit 3 of a code is the sign."""
@@ -38,13 +39,31 @@ class NVFP4(NamedTuple):
     """float32 scalar: the tensor's scale; a value is E2M1 x scale x scale_2."""
 
 
+class MXFP4(NamedTuple):
+    """A tensor in MXFP4, as it lies in a checkpoint."""
+
+    codes: Tensor
+    """uint8 [..., n / 2]: two E2M1 codes a byte, the even element in the low half."""
+    scale: Tensor
+    """uint8 [..., n / 32]: E8M0, one scale a block; a value is E2M1 x scale."""
+
+
+class MXFP8(NamedTuple):
+    """A tensor in MXFP8, as it lies in a checkpoint."""
+
+    codes: Tensor
+    """float8_e4m3fn [..., n]."""
+    scale: Tensor
+    """uint8 [..., n / 32]: E8M0, one scale a block; a value is code x scale."""
+
+
 class FP8(NamedTuple):
-    """A tensor in FP8 with one scale, as it lies in a checkpoint."""
+    """A tensor in FP8 with one scale, or one a row, as it lies in a checkpoint."""
 
     codes: Tensor
     """float8_e4m3fn, the tensor's own shape."""
     scale: Tensor
-    """float32 scalar; a value is code x scale."""
+    """float32 scalar, or one a row: [rows] or [rows, 1]; a value is code x scale."""
 
 
 def _e2m1_magnitudes_(x: Tensor) -> Tensor:
@@ -164,19 +183,111 @@ def nvfp4_fake_quantize(x: Tensor, amax: Tensor) -> Tensor:
     return _signed(rounded, blocks).flatten(-2)[..., :length].to(x.dtype)
 
 
+def e8m0_decode(codes: Tensor) -> Tensor:
+    """float32 values 2^(code - 127) of E8M0 codes (uint8); 255 is NaN. (OCP MX specification v1.0, section 5.4.1.)"""
+    bits = codes.int() << 23
+    bits = torch.where(codes == 0, 0x00400000, torch.where(codes == 255, 0x7FC00000, bits))
+    return bits.int().view(torch.float32)
+
+
+def e8m0_encode(scale: Tensor) -> Tensor:
+    """uint8 E8M0 codes of the powers of two at or above `scale`, at least 2^-127 and at most 2^127; NaN is 255."""
+    bits = scale.float().view(torch.int32)
+    # Above a power of two the exponent grows by one; 2^-127 is the subnormal 0x400000.
+    codes = ((bits + 0x007FFFFF) >> 23).clamp(0, 254)
+    codes = torch.where(bits <= 0x00400000, 0, codes)
+    return torch.where(scale.isnan(), 255, codes).to(torch.uint8)
+
+
+def _mx_scale(blocks: Tensor, largest: float) -> Tensor:
+    amax = blocks.abs().amax(dim=-1)
+    return torch.where(amax == 0, 127, e8m0_encode(amax / largest)).to(torch.uint8)
+
+
+def mxfp4_quantize(x: Tensor) -> MXFP4:
+    """x [..., n] to MXFP4; n must be a multiple of 32."""
+    blocks = _blocks(x.float(), MX_BLOCK)
+    scale = _mx_scale(blocks, E2M1_MAX)
+    return MXFP4(pack_e2m1(e2m1_codes(blocks / e8m0_decode(scale).unsqueeze(-1)).flatten(-2)), scale)
+
+
+def mxfp4_dequantize(q: MXFP4, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of an MXFP4 tensor: computed in float32, rounded once to `dtype`."""
+    blocks = _blocks(e2m1_decode(unpack_e2m1(q.codes)), MX_BLOCK)
+    return (blocks * e8m0_decode(q.scale).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def mxfp4_fake_quantize(x: Tensor) -> Tensor:
+    """x [..., n] through MXFP4 and back in x's type; a last block that is not full is filled with zeros."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % MX_BLOCK))
+    return mxfp4_dequantize(mxfp4_quantize(padded), x.dtype)[..., : x.shape[-1]]
+
+
+def mxfp8_quantize(x: Tensor) -> MXFP8:
+    """x [..., n] to MXFP8; n must be a multiple of 32."""
+    blocks = _blocks(x.float(), MX_BLOCK)
+    scale = _mx_scale(blocks, E4M3_MAX)
+    return MXFP8(e4m3_round(blocks / e8m0_decode(scale).unsqueeze(-1)).flatten(-2), scale)
+
+
+def mxfp8_dequantize(q: MXFP8, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of an MXFP8 tensor: computed in float32, rounded once to `dtype`."""
+    return (_blocks(q.codes.float(), MX_BLOCK) * e8m0_decode(q.scale).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def mxfp8_fake_quantize(x: Tensor) -> Tensor:
+    """x [..., n] through MXFP8 and back in x's type; a last block that is not full is filled with zeros."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % MX_BLOCK))
+    return mxfp8_dequantize(mxfp8_quantize(padded), x.dtype)[..., : x.shape[-1]]
+
+
 def fp8_scale(amax: Tensor) -> Tensor:
     """The float32 scale that puts a magnitude of `amax` on 448."""
     return amax.float() / E4M3_MAX
 
 
+def _per_row(scale: Tensor) -> Tensor:
+    return scale.unsqueeze(-1) if scale.dim() == 1 else scale
+
+
 def fp8_quantize(x: Tensor, scale: Tensor) -> FP8:
-    """x to FP8 E4M3 with one scale: the division in float32, rounded once."""
-    return FP8(e4m3_round(x.float() / scale), scale)
+    """x to FP8 E4M3 with one scale, or one a row ([rows] or [rows, 1]): divided in float32, rounded once."""
+    return FP8(e4m3_round(x.float() / _per_row(scale)), scale)
 
 
 def fp8_dequantize(q: FP8, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of an FP8 tensor: computed in float32, rounded once to `dtype`."""
-    return (q.codes.float() * q.scale).to(dtype)
+    return (q.codes.float() * _per_row(q.scale)).to(dtype)
+
+
+def _block_scales(scale: Tensor, shape: torch.Size, block: int) -> Tensor:
+    rows = scale.repeat_interleave(block, dim=-2)[..., : shape[-2], :]
+    return rows.repeat_interleave(block, dim=-1)[..., : shape[-1]]
+
+
+def fp8_block_quantize(x: Tensor, block: int = 128) -> FP8:
+    """x [..., rows, columns] to FP8 E4M3 with a float32 scale for each square of `block` x `block` values.
+
+    The last squares of a side that does not divide are smaller. A square of zeros gets scale 1.
+    """
+    *_, rows, columns = x.shape
+    padded = torch.nn.functional.pad(x.float(), (0, -columns % block, 0, -rows % block))
+    squares = padded.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
+    scale = fp8_scale(squares.abs().amax(dim=(-3, -1)))
+    scale = torch.where(scale == 0, 1.0, scale)
+    return FP8(e4m3_round(x.float() / _block_scales(scale, x.shape, block)), scale)
+
+
+def fp8_block_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, block: int = 128) -> Tensor:
+    """The values of an FP8 tensor with a scale a square: computed in float32, rounded once to `dtype`.
+
+    Args:
+        codes: float8_e4m3fn [..., rows, columns].
+        scale: float32 [..., ceil(rows / block), ceil(columns / block)].
+        dtype: Of the result.
+        block: The side of a square.
+    """
+    return (codes.float() * _block_scales(scale, codes.shape, block)).to(dtype)
 
 
 def amax_of_scale(scale: Tensor, largest: float) -> Tensor:
