@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from halfbyte.records.record import ModelSummary
 FP8 = "FP8"
 NVFP4 = "NVFP4"
 W4A16_NVFP4 = "W4A16_NVFP4"
+MIXED_PRECISION = "MIXED_PRECISION"
 READABLE = (FP8, NVFP4, W4A16_NVFP4)
 
 SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale")
@@ -43,6 +45,12 @@ class QuantFormat:
     exclude: tuple[str, ...] = ()
     layers: dict[str, str] = field(default_factory=dict)
     """Algorithm by module, for MIXED_PRECISION."""
+
+    def format_of(self, layer: str) -> str | None:
+        """The algorithm declared for a module; None when it is declared to be kept as it is."""
+        if self.algorithm == MIXED_PRECISION:
+            return self.layers.get(layer)
+        return None if any(fnmatch(layer, pattern) for pattern in self.exclude) else self.algorithm
 
     @property
     def label(self) -> str:
