@@ -5,7 +5,7 @@
     halfbyte compare BASELINE CANDIDATE
 
 stdout carries the result, stderr the log and the progress. Exit codes: 0 done or pass, 1 fail, 2 bad input,
-3 inconclusive, 70 a bug, 130 interrupted. No command's libraries are imported before that command runs.
+3 inconclusive, 4 anomaly, 70 a bug, 130 interrupted. No command's libraries are imported before that command runs.
 """
 
 from __future__ import annotations

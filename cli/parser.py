@@ -14,7 +14,7 @@ Commands: TypeAlias = "_SubParsersAction[ArgumentParser]"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 FORMATS = ("text", "markdown", "json", "html")
 
-EXIT_CODES = "exit codes: 0 done or pass, 1 fail, 2 bad input, 3 inconclusive, 70 a bug, 130 interrupted"
+EXIT_CODES = "exit codes: 0 done or pass, 1 fail, 2 bad input, 3 inconclusive, 4 anomaly, 70 a bug, 130 interrupted"
 
 
 def build_parser() -> ArgumentParser:

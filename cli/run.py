@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STAGES = ("plan", "baseline", "quantize", "verify", "candidate", "fidelity", "report")
+STAGES = ("plan", "baseline", "quantize", "verify", "canary", "candidate", "fidelity", "report")
 
 
 def run(args: Namespace) -> int:
@@ -79,7 +79,15 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
     from halfbyte.quant import produce
     from halfbyte.reports.compare import compare
     from halfbyte.reports.write import write_reports
-    from halfbyte.stages import Side, cached_record, evaluate_side, keep_copy, measure
+    from halfbyte.stages import (
+        Side,
+        cached_record,
+        evaluate_side,
+        keep_copy,
+        measure,
+        observe_baseline,
+        release_canary,
+    )
 
     recipe = job.recipe
     settings = recipe.evaluate
@@ -92,12 +100,17 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         _say(args, recipe, "baseline", job.source.name)
         cached = evaluate_side(baseline, settings, cached_record(baseline.digest), args.data_root)
         ours = [keep_copy(record, folder.evaluations(baseline.digest)) for record in cached]
+        reference = observe_baseline(baseline, settings.canary) if settings.canary else None
         baseline.free()
         _say(args, recipe, "quantize", str(folder.checkpoint))
         summary = produce.produce(job, folder, data_root=args.data_root)
         _say(args, recipe, "verify", str(folder.checkpoint))
         _verify(folder, summary.digest)
         candidate = Side(summary.digest, job.device.type, job.dtype, lambda: job.open_candidate(folder))
+        if settings.canary and reference:
+            _say(args, recipe, "canary", "a few prompts, beside the baseline")
+            where = folder.canary(candidate.digest)
+            release_canary(reference, baseline.digest, candidate, settings.canary, where)
         _say(args, recipe, "candidate", f"read back from {folder.checkpoint}")
         records = folder.evaluations(candidate.digest)
         theirs = evaluate_side(

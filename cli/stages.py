@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from halfbyte.eval.canary import PROMPTS, judge, load_observation, observe, save_observation
 from halfbyte.eval.evaluate import evaluate_task, settings_key
 from halfbyte.eval.fidelity import measure_fidelity
 from halfbyte.quant.load import Loaded
-from halfbyte.recipes.schema import EvaluateSpec, FidelitySpec, TaskSpec
+from halfbyte.recipes.schema import CanarySpec, EvaluateSpec, FidelitySpec, TaskSpec
+from halfbyte.records.canary import CANARY_FILE, CanaryRecord, load_canary
 from halfbyte.records.digests import cache_folder, text_identity, value_digest
-from halfbyte.records.errors import UserError, disk_full_is_a_user_error
+from halfbyte.records.errors import Anomaly, UserError, disk_full_is_a_user_error
 from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
 from halfbyte.records.files import atomic_folder
 from halfbyte.records.manifest import package_versions
@@ -106,6 +108,53 @@ def measure(
     return measure_fidelity(
         first.model, second.model, first.tokenizer, spec, first.summary, second.summary, output, data_root, replace=True
     )
+
+
+def observe_baseline(baseline: Side, spec: CanarySpec) -> Path:
+    """What the baseline does with the canary's prompts, out of the shared cache; observed once."""
+    asked = [spec.tokens, PROMPTS, baseline.device, baseline.dtype, package_versions()]
+    path = cache_folder() / "canary" / baseline.digest[:16] / f"{value_digest(asked)[:16]}.safetensors"
+    with locked(path):
+        if not path.is_file():
+            model = baseline.loaded()
+            save_observation(observe(model.model, model.tokenizer, spec.tokens), path)
+    return path
+
+
+def release_canary(
+    reference: Path, baseline_digest: str, candidate: Side, spec: CanarySpec, folder: Path
+) -> CanaryRecord:
+    """The canary's record of the candidate, made once below `folder`.
+
+    Raises:
+        Anomaly: when the candidate is broken; the record is kept and says in what way.
+    """
+    asked = [candidate.digest, candidate.device, candidate.dtype, spec.model_dump(mode="json"), package_versions()]
+    key = value_digest([baseline_digest, reference.name, asked])
+    output = folder / key[:16]
+    if (output / CANARY_FILE).is_file():
+        logger.info("canary: done already")
+        record = load_canary(output)
+    else:
+        model = candidate.loaded()
+        observed = load_observation(reference)
+        record = judge(
+            observed,
+            model.model,
+            model.tokenizer,
+            spec,
+            baseline_digest=baseline_digest,
+            candidate=model.summary,
+            key=key,
+        )
+        record.save(output)
+    if record.failure is not None:
+        raise Anomaly(
+            f"{record.candidate.name} is broken, not a bit worse: {record.failure}",
+            f"nothing was evaluated; see {output / CANARY_FILE} and look at the checkpoint's scales, "
+            "or set evaluate.canary to null to evaluate it all the same",
+        )
+    return record
 
 
 def keep_copy(record: Path, folder: Path) -> Path:

@@ -100,6 +100,15 @@ class FidelitySpec(_Strict):
     """What is put between the texts of the source."""
 
 
+class CanarySpec(_Strict):
+    """A few prompts through the checkpoint before hours are spent on it; what fails here is broken, not a bit worse."""
+
+    max_kl: float = Field(default=2.0, gt=0)
+    """Largest mean KL divergence from the baseline, nats a token. FP4 on a model of 135 million weights has 0.4."""
+    tokens: int = Field(default=16, ge=8)
+    """Tokens of each greedy continuation."""
+
+
 class EvaluateSpec(_Strict):
     """What both sides are measured on."""
 
@@ -114,6 +123,8 @@ class EvaluateSpec(_Strict):
     seed: int = Field(default=1234, ge=0, lt=2**32)  # numpy takes no other
     tasks: list[TaskSpec] = Field(min_length=1)
     fidelity: FidelitySpec | None = None
+    canary: CanarySpec | None = CanarySpec()
+    """None for no canary."""
 
 
 class GateSpec(_Strict):

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 EXIT_BAD_INPUT = 2
+EXIT_ANOMALY = 4
 
 
 class UserError(Exception):
@@ -28,6 +29,12 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message} ({self.hint})"
+
+
+class Anomaly(UserError):
+    """A result that no quantization explains: something is broken, and to call it a loss of accuracy would mislead."""
+
+    exit_code = EXIT_ANOMALY
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:

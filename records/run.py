@@ -52,9 +52,13 @@ class RunFolder:
         """The fidelity record of one candidate."""
         return self.root / "fidelity" / candidate_digest[:16]
 
+    def canary(self, candidate_digest: str) -> Path:
+        """The canary's record of one candidate."""
+        return self.root / "canary" / candidate_digest[:16]
+
     def written(self) -> list[Path]:
         """What a run put here, half-written folders included; anything else in the folder is somebody's own."""
-        stages = ("calibration", "checkpoint", "evaluations", "fidelity")
+        stages = ("calibration", "checkpoint", "evaluations", "fidelity", "canary")
         files = ("recipe.yaml", "manifest.json", "verification.json", "comparison.json", "verdict.json", "junit.xml")
         names = {*files, "report.md", "report.html", *stages, *(f"{stage}{end}" for stage in stages for end in ENDINGS)}
         return sorted(path for path in self.root.iterdir() if path.name in names)

@@ -11,6 +11,7 @@ import pytest
 from line import (
     in_baseline_evaluation,
     in_calibration,
+    in_canary,
     in_candidate_evaluation,
     in_export,
     in_fidelity,
@@ -21,7 +22,7 @@ from line import (
     write_recipe,
 )
 
-KILLS = [in_baseline_evaluation, in_calibration, in_export, in_candidate_evaluation, in_fidelity, in_report]
+KILLS = [in_baseline_evaluation, in_calibration, in_export, in_canary, in_candidate_evaluation, in_fidelity, in_report]
 
 
 @pytest.fixture(scope="module")
@@ -62,5 +63,5 @@ def test_ctrl_c_exits_130_and_the_same_command_goes_on_to_the_same_result(
 def test_a_second_call_computes_nothing(undisturbed: dict[str, Any], tmp_path: Path) -> None:
     command = ["run", str(undisturbed["recipe"])]
     assert run_child(command, tmp_path, tmp_path / "cache") == undisturbed["code"]
-    for hook in (in_baseline_evaluation, in_calibration, in_export, in_candidate_evaluation, in_fidelity):
+    for hook in (in_baseline_evaluation, in_calibration, in_export, in_canary, in_candidate_evaluation, in_fidelity):
         assert run_child(command, tmp_path, tmp_path / "cache", hook) == undisturbed["code"]

@@ -147,6 +147,28 @@ def fill_at_export(disk: Path, stderr: Path) -> None:
     upstream.safe_save_file = save
 
 
+def in_canary() -> None:
+    """Before the candidate has seen the canary's prompts; the baseline has."""
+    from halfbyte.eval import canary
+
+    _at_call(canary, "observe", 1)
+
+
+def with_broken_logits(stderr: Path) -> None:
+    """No kill: the candidate's logits are no numbers; what is said on stderr goes into a file."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+    from halfbyte.quant.produce import Job
+
+    real = Job.open_candidate
+
+    def broken(self: Job, run: Any) -> Any:
+        loaded = real(self, run)
+        loaded.model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, out: out * float("nan"))
+        return loaded
+
+    Job.open_candidate = broken  # type: ignore[method-assign]
+
+
 def in_candidate_evaluation() -> None:
     """After two whole batches of the candidate."""
     from halfbyte.records.journal import Journal
