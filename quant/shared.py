@@ -59,15 +59,21 @@ def _through(memo: _Memo, forward: Any) -> Any:
     return lambda x: memo.quantize(forward, x)
 
 
+_OF_NO_EFFECT = ("_parameters", "_buffers", "_modules", "_calibrator", "_bias_calibrator", "_quantizer_cache")
+
+
 def _identity(quantizer: Any) -> Any:
-    """What two quantizers must have in common to give the same result: all settings, and every tensor bit for bit."""
+    """What two quantizers must have in common to give the same result: all settings, and every tensor bit for bit.
+
+    A setting that upstream adds is compared too; at worst two equal quantizers are not recognised as such.
+    """
     settings = {
         name: value
         for name, value in vars(quantizer).items()
-        if name.startswith("_") and not name.startswith(("_parameters", "_buffers", "_modules")) and "hook" not in name
+        if name not in (*_OF_NO_EFFECT, "training") and "hook" not in name
     }
-    tensors = tuple(
-        (name, tuple(tensor.shape), tensor.dtype, tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    tensors = [
+        (name, tuple(tensor.shape), str(tensor.dtype), tensor.detach().double().flatten().tolist())
         for name, tensor in sorted(quantizer.named_buffers())
-    )
-    return repr(sorted(settings.items(), key=lambda item: item[0])), tensors
+    ]
+    return repr((sorted(settings.items(), key=lambda item: item[0]), tensors))
