@@ -1,8 +1,8 @@
 """What lies in a checkpoint folder: its configuration, its tensors, and which of them are quantized how.
 
 Reads ModelOpt's unified Hugging Face layout: hf_quant_config.json, or quantization_config in config.json with
-quant_method "modelopt"; beside a weight, weight_scale, weight_scale_2 and input_scale; beside k_proj and v_proj,
-k_scale and v_scale. Source: modelopt/torch/export/unified_export_hf.py and quant_utils.py, version 0.47.
+quant_method "modelopt"; and what DeepSeek ("fp8") and gpt-oss ("mxfp4") declare. What the tensors beside a weight mean
+is in halfbyte.quant.layouts. Source: modelopt/torch/export/unified_export_hf.py and convert_hf_config.py, version 0.47.
 """
 
 from __future__ import annotations
@@ -19,19 +19,43 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from halfbyte.quant.layouts import (
+    FORMATS,
+    FP8,
+    FP8_BLOCK,
+    KV_FORMATS,
+    MIXED_PRECISION,
+    NVFP4,
+    READABLE,
+    SCALE_SUFFIXES,
+    W4A16_MXFP4,
+    W4A16_NVFP4,
+    Layer,
+    find_layer,
+    is_scale,
+)
 from halfbyte.quant.numerics import NVFP4_BLOCK
 from halfbyte.records.digests import model_digest
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.files import read_json
 from halfbyte.records.record import ModelSummary
 
-FP8 = "FP8"
-NVFP4 = "NVFP4"
-W4A16_NVFP4 = "W4A16_NVFP4"
-MIXED_PRECISION = "MIXED_PRECISION"
-READABLE = (FP8, NVFP4, W4A16_NVFP4)
-
-SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale")
+__all__ = [
+    "FP8",
+    "NVFP4",
+    "READABLE",
+    "SCALE_SUFFIXES",
+    "W4A16_NVFP4",
+    "QuantFormat",
+    "Tensors",
+    "is_scale",
+    "plain_dtype",
+    "quant_format",
+    "read_config",
+    "shard_files",
+    "summarize",
+    "torch_dtype",
+]
 
 
 @dataclass(frozen=True)
@@ -39,18 +63,25 @@ class QuantFormat:
     """What a checkpoint declares of its quantization."""
 
     algorithm: str
-    """FP8, NVFP4, W4A16_NVFP4, or MIXED_PRECISION."""
+    """One of layouts.FORMATS, or MIXED_PRECISION."""
     kv_cache: str | None = None
-    """FP8, NVFP4 or None."""
+    """FP8, NVFP4, NVFP4_AFFINE or None."""
     exclude: tuple[str, ...] = ()
     layers: dict[str, str] = field(default_factory=dict)
-    """Algorithm by module, for MIXED_PRECISION."""
+    """Algorithm by module, for MIXED_PRECISION; a module with experts stands for all of them."""
 
     def format_of(self, layer: str) -> str | None:
         """The algorithm declared for a module; None when it is declared to be kept as it is."""
-        if self.algorithm == MIXED_PRECISION:
-            return self.layers.get(layer)
-        return None if any(fnmatch(layer, pattern) for pattern in self.exclude) else self.algorithm
+        if self.algorithm != MIXED_PRECISION:
+            return None if self.excludes(layer) else self.algorithm
+        name = layer
+        while name and name not in self.layers:
+            name = name.rpartition(".")[0]
+        return self.layers.get(name)
+
+    def excludes(self, layer: str) -> bool:
+        """Whether the exclude list names a module: by a pattern, or by the name of one that contains it."""
+        return any(fnmatch(layer, pattern) or fnmatch(layer, f"{pattern}.*") for pattern in self.exclude)
 
     @property
     def label(self) -> str:
@@ -88,20 +119,17 @@ def quant_format(folder: Path) -> QuantFormat | None:
     elif not block:
         return None
     elif block.get("quant_method") != "modelopt":
-        raise UserError(
-            f"{folder} is quantized already, by {block.get('quant_method')}, which cannot be read back",
-            "give the original model",
-        )
-    algorithm = block.get("quant_algo")
+        return _other_method(folder, block)
+    algorithm = _normal(block.get("quant_algo"))
     if algorithm is None:
         raise UserError(f"{folder} says it was quantized by ModelOpt but names no quant_algo", "quantize it again")
     by_layer = _mapping(block.get("quantized_layers") or {}, own, "quantized_layers")
-    layers = {name: str(_mapping(layer, own, name).get("quant_algo")) for name, layer in by_layer.items()}
-    for name in [*layers.values()] if algorithm == "MIXED_PRECISION" else [algorithm]:
+    layers = {name: str(_normal(_mapping(layer, own, name).get("quant_algo"))) for name, layer in by_layer.items()}
+    for name in [*layers.values()] if algorithm == MIXED_PRECISION else [algorithm]:
         if name not in READABLE:
             raise UserError(f"{folder} is quantized as {name}, which cannot be read back", f"readable: {READABLE}")
     group = block.get("group_size")
-    if group not in (None, NVFP4_BLOCK) and algorithm in (NVFP4, W4A16_NVFP4):
+    if group not in (None, NVFP4_BLOCK) and algorithm in FORMATS and FORMATS[algorithm].activations == "nvfp4":
         raise UserError(f"{folder} has NVFP4 blocks of {group}", f"blocks of {NVFP4_BLOCK} can be read back")
     return QuantFormat(
         algorithm=algorithm,
@@ -109,6 +137,22 @@ def quant_format(folder: Path) -> QuantFormat | None:
         exclude=tuple(block.get("exclude_modules") or block.get("ignore") or ()),
         layers=layers,
     )
+
+
+def _normal(algorithm: Any) -> str | None:
+    """ModelOpt writes some algorithms in lower case: fp8_pb_wo, mxfp4."""
+    return None if algorithm is None else str(algorithm).upper()
+
+
+def _other_method(folder: Path, block: dict[str, Any]) -> QuantFormat:
+    """What two models declare that were published in low precision: DeepSeek's FP8 and gpt-oss's MXFP4."""
+    method = block.get("quant_method")
+    exclude = tuple(block.get("modules_to_not_convert") or block.get("ignored_layers") or ())
+    if method == "mxfp4":
+        return QuantFormat(W4A16_MXFP4, exclude=exclude)
+    if method == "fp8" and block.get("weight_block_size") == [128, 128]:
+        return QuantFormat(FP8_BLOCK, exclude=exclude)
+    raise UserError(f"{folder} is quantized already, by {method}, which cannot be read back", "give the original model")
 
 
 def _mapping(value: Any, path: Path, what: str) -> dict[str, Any]:
@@ -121,8 +165,9 @@ def _kv_algorithm(folder: Path, block: dict[str, Any]) -> str | None:
     scheme = block.get("kv_cache_quant_algo", block.get("kv_cache_scheme"))
     if isinstance(scheme, dict):
         scheme = {8: "FP8", 4: "NVFP4"}.get(scheme.get("num_bits", 0), str(scheme))
-    if scheme not in (None, "FP8", "NVFP4"):
-        raise UserError(f"{folder} has a {scheme} KV cache, which cannot be read back", "readable: FP8, NVFP4")
+    scheme = _normal(scheme)
+    if scheme not in (None, *KV_FORMATS):
+        raise UserError(f"{folder} has a {scheme} KV cache, which cannot be read back", f"readable: {KV_FORMATS}")
     return scheme
 
 
@@ -197,28 +242,22 @@ class Tensors:
         """The tensor's type as safetensors names it: BF16, F8_E4M3, U8, ..."""
         return str(self._where[name].get_slice(name).get_dtype())
 
-    def layer_format(self, module: str) -> str | None:
-        """FP8, NVFP4 or W4A16_NVFP4 by what is stored for a module; None when its weight is not quantized.
+    def layer(self, name: str) -> Layer | None:
+        """The quantized weight whose codes are the tensor `name`; None when that is no quantized weight.
 
         Raises:
-            UserError: when its tensors fit none of them.
+            UserError: when its tensors fit no format.
         """
-        weight, scale = f"{module}.weight", f"{module}.weight_scale"
-        kind = self.dtype(weight)
-        if kind == "F8_E4M3" and scale in self:
-            return FP8
-        if kind == "U8" and scale in self and f"{module}.weight_scale_2" in self:
-            return NVFP4 if f"{module}.input_scale" in self else W4A16_NVFP4
-        if kind in ("F8_E4M3", "U8") or scale in self:
-            raise UserError(
-                f"{module} is stored as {kind} without the scales that belong to it", "the checkpoint is incomplete"
-            )
-        return None
+        return find_layer(self, name)
 
+    def layer_format(self, module: str) -> str | None:
+        """The format by what is stored for a module; None when its weight is not quantized.
 
-def is_scale(name: str) -> bool:
-    """Whether a tensor is a scale, by the last part of its name."""
-    return name.rsplit(".", 1)[-1] in SCALE_SUFFIXES
+        Raises:
+            UserError: when its tensors fit none.
+        """
+        layer = self.layer(f"{module}.weight")
+        return None if layer is None else layer.format
 
 
 def summarize(folder: Path, name: str) -> ModelSummary:
@@ -228,7 +267,7 @@ def summarize(folder: Path, name: str) -> ModelSummary:
     with Tensors(folder) as tensors:
         for tensor in tensors:
             if not is_scale(tensor):
-                packed = tensors.dtype(tensor) == "U8" and tensor.endswith(".weight")
+                packed = tensors.dtype(tensor) == "U8"
                 weights += math.prod(tensors.shape(tensor)) * (2 if packed else 1)
     size = sum(path.stat().st_size for path in shard_files(folder))
     return ModelSummary(
