@@ -1,0 +1,151 @@
+"""A whole quantization beside the plain ModelOpt flow, on one machine in one run: wall time, and memory at its highest.
+
+The plain flow is what ModelOpt's examples do: transformers' from_pretrained, mtq.quantize over texts of one length in
+batches, export_hf_checkpoint. Both sides start from files that were just written, read the same texts, and end with a
+checkpoint on disk; each runs in a process of its own, so that neither inherits memory or compiled kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.bench
+
+# Llama 3.1 8B; the CPU's shape is only there to try the benchmark out.
+SHAPES: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    },
+    "cpu": {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "max_position_embeddings": 2048,
+    },
+}  # fmt: skip
+SAMPLES = {"cuda": 512, "cpu": 16}
+LENGTH = 512
+
+
+def write_model(folder: Path, tokenizer: Any, device: str) -> None:
+    """A random model of the shape, and its texts, all of LENGTH tokens or more."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    vocabulary = 128256 if device == "cuda" else len(tokenizer)
+    torch.manual_seed(0)
+    with torch.device(device):
+        config = LlamaConfig(**SHAPES[device], vocab_size=vocabulary, tie_word_embeddings=False, dtype="bfloat16")
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "model", max_shard_size="5GB")
+    tokenizer.save_pretrained(folder / "model")
+    generator = torch.Generator().manual_seed(1)
+    lines = [tokenizer.decode(torch.randint(5, len(tokenizer), (2 * LENGTH,), generator=generator).tolist())
+             for _ in range(SAMPLES[device])]  # fmt: skip
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
+
+
+PLAIN = """
+import json, sys, time
+start = time.perf_counter()
+import torch, modelopt.torch.quantization as mtq
+from modelopt.torch.export import export_hf_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, device, preset, batch, length = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+seconds = {"import": time.perf_counter() - start}; start = time.perf_counter()
+tokenizer = AutoTokenizer.from_pretrained(folder + "/model")
+model = AutoModelForCausalLM.from_pretrained(folder + "/model", dtype=torch.bfloat16, device_map=device).eval()
+seconds["load"] = time.perf_counter() - start; start = time.perf_counter()
+texts = [json.loads(line)["text"] for line in open(folder + "/texts.jsonl")]
+ids = torch.tensor(tokenizer(texts, truncation=True, max_length=length)["input_ids"])
+def loop(model):
+    with torch.no_grad():
+        for part in ids.split(batch):
+            model(part.to(model.device))
+mtq.quantize(model, getattr(mtq, preset), loop)
+seconds["calibrate"] = time.perf_counter() - start; start = time.perf_counter()
+export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=folder + "/plain")
+seconds["export"] = time.perf_counter() - start
+"""
+
+OURS = """
+import json, sys, time
+start = time.perf_counter()
+import torch
+from pathlib import Path
+from halfbyte.quant import produce
+from halfbyte.recipes.find import load_recipe
+from halfbyte.records.run import RunFolder
+folder, device = sys.argv[1], sys.argv[2]
+seconds = {"import": time.perf_counter() - start}; start = time.perf_counter()
+job = produce.prepare(load_recipe(folder + "/recipe.yaml"), device)
+seconds["prepare"] = time.perf_counter() - start; start = time.perf_counter()
+run = RunFolder(Path(folder) / "ours")
+with run.lock():
+    produce.produce(job, run)
+seconds["produce"] = time.perf_counter() - start
+seconds |= {"of which " + name: value for name, value in json.loads(run.manifest.read_text())["seconds"].items()}
+"""
+
+MEASURE = """
+import resource
+seconds["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+seconds["cpu_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+print("MEASURED", json.dumps(seconds))
+"""
+
+RECIPE = """
+name: bench
+description: One quantization.
+model: {{id: {folder}/model}}
+quantize:
+  preset: {preset}
+  calibration:
+    sources: [{{dataset: {folder}/texts.jsonl, samples: {samples}}}]
+    length: {length}
+    batch_size: {batch}
+evaluate: {{tasks: [{{task: smoke}}], canary: null}}
+"""
+
+
+def _measured(code: str, *arguments: Any) -> dict[str, float]:
+    start = time.perf_counter()
+    command = [sys.executable, "-c", code + MEASURE, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("MEASURED"))
+    figures: dict[str, float] = json.loads(line.removeprefix("MEASURED "))
+    return {"wall": time.perf_counter() - start, **figures}
+
+
+def _row(name: str, figures: dict[str, float]) -> str:
+    return f"{name:16}" + "  ".join(f"{key} {value:.1f}" for key, value in figures.items())
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+@pytest.mark.parametrize("preset", ["NVFP4_DEFAULT_CFG", "FP8_DEFAULT_CFG"])
+def test_a_quantization_beside_the_plain_flow(preset: str, device: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    write_model(tmp_path, tiny_tokenizer, device)
+    batch = 8
+    (tmp_path / "recipe.yaml").write_text(
+        RECIPE.format(folder=tmp_path, preset=preset, samples=SAMPLES[device], length=LENGTH, batch=batch)
+    )
+    plain = {size: _measured(PLAIN, tmp_path, device, preset, size, LENGTH) for size in (1, batch)}
+    ours = _measured(OURS, tmp_path, device)
+    print(f"\n{preset} on {device}, {SAMPLES[device]} texts of {LENGTH} tokens")
+    for size, figures in plain.items():
+        print(_row(f"plain, batch {size}", figures))
+    print(_row("halfbyte", ours))
+    best = min(figures["wall"] for figures in plain.values())
+    memory = "gpu_gib" if device == "cuda" else "cpu_gib"
+    least = min(figures[memory] for figures in plain.values())
+    print(f"wall {ours['wall'] / best:.2f} x, memory {ours[memory] / least:.2f} x of the better plain flow")
+    if device == "cuda":
+        assert ours["wall"] <= 0.7 * best
+        assert ours["gpu_gib"] <= least
