@@ -250,7 +250,7 @@ def open_original(
         raise UserError(f"{source.folder} is an exported checkpoint, not an original model", "give the original model")
     empty_model(source)  # refuses what is no causal LM
     options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    if device.type == "cuda":
+    if device.type == "cuda" and source.gguf_file is None:
         options["device_map"] = {"": device}  # each tensor goes there as it is read, and not all through host memory
     with _opening(source.folder):
         opened: Any = AutoModelForCausalLM.from_pretrained(
