@@ -19,6 +19,7 @@ def run(args: Namespace) -> int:
     try:
         settings = EvaluateSpec(
             dtype=args.dtype,
+            weights=args.weights,
             batch_size=args.batch_size,
             max_length=args.max_length,
             apply_chat_template=args.apply_chat_template,
@@ -30,7 +31,7 @@ def run(args: Namespace) -> int:
     from halfbyte.eval.run import evaluate_model  # torch and lm-eval take seconds
     from halfbyte.quant.load import load_as_it_is
 
-    found = load_as_it_is(args.model, dtype=args.dtype, device=args.device)
+    found = load_as_it_is(args.model, dtype=args.dtype, device=args.device, weights=args.weights)
     records = evaluate_model(found.model, found.tokenizer, found.summary, settings, args.output, args.data_root)
     if args.json:
         print(dumps([record.model_dump(mode="json") for record in records]), end="")

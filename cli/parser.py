@@ -30,6 +30,7 @@ def build_parser() -> ArgumentParser:
     _add_run(commands)
     _add_quantize(commands)
     _add_verify(commands)
+    _add_dequantize(commands)
     _add_eval(commands)
     _add_compare(commands)
     _add_gate(commands)
@@ -139,9 +140,24 @@ def _add_verify(commands: Commands) -> None:
         "verify",
         "verify",
         "check the numbers of an exported checkpoint; exit 1 when one cannot be right",
-        "  halfbyte verify runs/demo-nvfp4/checkpoint",
+        "  halfbyte verify runs/demo-nvfp4/checkpoint\n"
+        "  halfbyte verify runs/demo-nvfp4/checkpoint --source models/SmolLM2-135M-Instruct",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of an exported checkpoint")
+    parser.add_argument("--source", metavar="ID_OR_PATH", help="the original model, to compare the weights with")
+
+
+def _add_dequantize(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "dequantize",
+        "dequantize",
+        "write an exported checkpoint as a plain one that any tool opens, for tools that cannot read it",
+        "  halfbyte dequantize runs/demo-nvfp4/checkpoint --output out/plain",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of an exported checkpoint")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
+    parser.add_argument("--dtype", choices=DTYPES[1:], default="bfloat16", help="type of the weights (bfloat16)")
 
 
 def _add_eval(commands: Commands) -> None:
@@ -162,6 +178,9 @@ def _add_eval(commands: Commands) -> None:
     )
     parser.add_argument("--batch-size", type=_positive, default=16, metavar="N", help="questions at once (16)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="type to compute in (auto)")
+    parser.add_argument(
+        "--weights", choices=("folded", "packed"), default="folded", help="packed takes less memory and longer (folded)"
+    )
     parser.add_argument("--apply-chat-template", action="store_true", help="put prompts into the model's chat template")
     parser.add_argument(
         "--max-length", type=_positive, metavar="N", help="longest input in tokens; the model's own if absent"

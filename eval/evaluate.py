@@ -33,12 +33,12 @@ def settings_key(spec: TaskSpec, settings: EvaluateSpec, model_digest: str, *, d
 
     Args:
         spec: The task.
-        settings: The settings all tasks share; its `tasks`, `fidelity` and `canary` have no part in it.
+        settings: The settings all tasks share; its `tasks`, `fidelity`, `canary` and `weights` have no part in it.
         model_digest: records.digests.model_digest of the model evaluated.
         device: Kind of device: cpu, cuda.
         dtype: Type to compute in, as resolved: bfloat16, float16, float32.
     """
-    shared = settings.model_dump(mode="json", exclude={"tasks", "fidelity", "canary", "dtype"})
+    shared = settings.model_dump(mode="json", exclude={"tasks", "fidelity", "canary", "dtype", "weights"})
     packages = {name: version(name) for name in ("halfbyte", "lm-eval", "transformers", "torch", "nvidia-modelopt")}
     return value_digest([spec.model_dump(mode="json"), shared, model_digest, device, dtype, packages])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfbyte.quant.attach import input_quantizer
 from halfbyte.quant.checkpoint import QuantFormat, Tensors
 from halfbyte.quant.layouts import FORMATS, Activations, Layer
-from halfbyte.quant.packed import ExpertStack, Packed, QuantizedLinear, dequantize
+from halfbyte.quant.packed import ExpertStack, Packed, QuantizedLinear
 from halfbyte.quant.places import Part, Places
 from halfbyte.records.errors import UserError
 
@@ -106,10 +106,13 @@ class Builder:
         self.dtype = dtype
         self.device = device
 
-    def values(self, layer: Layer) -> Tensor:
-        """A weight's values in the computing type, where the checkpoint's files are."""
-        scale_2 = None if layer.scale_2 is None else self._checked(layer.scale_2)
-        return dequantize(layer.storage, self.tensors[layer.codes], self._checked(layer.scale), scale_2, self.dtype)
+    def values(self, layer: Layer, dtype: torch.dtype | None = None) -> Tensor:
+        """A weight's values in the computing type or another, where the checkpoint's files are."""
+        return self._packed(layer)(dtype or self.dtype)
+
+    def stacked_values(self, layer: Layer) -> Tensor:
+        """The values of experts that are stored in one tensor, [experts, in, out], filled expert by expert."""
+        return self.whole(layer, transposed=True).all_values()
 
     def linear(self, layer: Layer, bias: Tensor | None) -> QuantizedLinear:
         """The module for one linear layer."""

@@ -29,6 +29,7 @@ from halfbyte.quant.models import (
     require_same_vocabulary,
 )
 from halfbyte.quant.places import Places, find_places
+from halfbyte.quant.shared import share_inputs
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.schema import ModelSpec
 from halfbyte.records.errors import UserError
@@ -140,6 +141,7 @@ def open_exported(
             setattr(experts, stack.parameter, built)
         stored = {name: checked(tensors, at) for name, at in places.kv_cache.items()}
     _use_eager_experts(model.config)
+    share_inputs(model)
     if declared.kv_cache is not None:
         attach_kv_cache(model, stored, declared.kv_cache, device)
     return model  # type: ignore[no-any-return]

@@ -215,6 +215,12 @@ class ExpertStack(nn.Module):
         values = self._dequantized(index) if self.weight is None else self.weight[index]
         return values.mT if self.transposed else values
 
+    def all_values(self) -> Tensor:
+        """The weights of all experts, [experts, ...]; folds them."""
+        self.fold()
+        assert self.weight is not None
+        return self.weight.data.mT if self.transposed else self.weight.data
+
     def rounded(self, x: Tensor, index: int) -> Tensor:
         """The input of one expert as its format has it."""
         count = len(self.input_quantizers)

@@ -84,7 +84,7 @@ def find_places(tensors: Tensors, declared: QuantFormat, model: PreTrainedModel)
         if layer is None:
             continue
         quantized += 1
-        _require_declared(layer, declared)
+        require_declared(layer, declared)
         used |= set(layer.tensors)
         _place(places, layer, rename, modules)
     if not quantized:
@@ -108,7 +108,12 @@ def find_places(tensors: Tensors, declared: QuantFormat, model: PreTrainedModel)
     return places
 
 
-def _require_declared(layer: Layer, declared: QuantFormat) -> None:
+def require_declared(layer: Layer, declared: QuantFormat) -> None:
+    """Compares how a layer is stored with what is declared of it.
+
+    Raises:
+        UserError: when they differ.
+    """
     expected = declared.format_of(layer.module)
     if expected is None:
         raise UserError(
@@ -159,20 +164,54 @@ def _expert_of(name: str, modules: dict[str, nn.Module]) -> tuple[Stack, Part] |
     return Stack(match["experts"], parameter), (int(match["index"]), part)
 
 
-def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
-    """From a checkpoint's tensor names to the model's, as transformers renames them when it loads a model."""
+def _conversions(model: PreTrainedModel) -> list[Any]:
+    """How transformers converts names when it loads a model; nothing before version 5, which has one name for both."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming, rename_source_key
-    except ImportError:  # transformers before 5 has one name for both
+    except ImportError:
+        return []
+    return list(get_model_conversion_mapping(model))
+
+
+def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
+    """From a checkpoint's tensor names to the model's, as transformers renames them when it loads a model."""
+    conversions, known = _conversions(model), model.state_dict()
+    if not conversions:
         return lambda name: name
-    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
-    known: dict[str, Any] = model.state_dict()
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
 
     def rename(name: str) -> str:
         if name in known:
             return name
         return rename_source_key(name, renamings, [], model.base_model_prefix, known)[0]
+
+    return rename
+
+
+def hub_names(model: PreTrainedModel) -> Callable[[str], str]:
+    """From a checkpoint's tensor names to those that transformers loads.
+
+    ModelOpt writes the names of the model in memory where it cannot turn them back, as for experts with FP8 squares;
+    transformers would not find these.
+    """
+    conversions, known = _conversions(model), model.state_dict()
+    if not conversions:
+        return lambda name: name
+    from modelopt.torch.export.quant_aware_conversion import build_reverse_name_mapper
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    back: Any = build_reverse_name_mapper(model)
+
+    def rename(name: str) -> str:
+        found = rename_source_key(name, renamings, converters, model.base_model_prefix, known)[0]
+        if back is None or name in known or found in known or ".experts." not in name:
+            return name
+        module, _, leaf = name.rpartition(".")
+        return f"{back(module)}.{leaf}"
 
     return rename
 

@@ -25,10 +25,11 @@ OPTIONS = {
     "run": "--data-root --device --dry-run --force --json --limit --output --quiet --set recipe",
     "quantize": "--data-root --device --dry-run --force --json --model --output --quiet --set recipe",
     "eval": "--apply-chat-template --batch-size --data-root --device --dtype --json --limit --max-length "
-    "--num-fewshot --output --quiet --tasks model",
+    "--num-fewshot --output --quiet --tasks --weights model",
     "compare": "--format --json --output --policy --quiet baseline candidate",
     "gate": "--json --junit --policy --quiet baseline candidate",
-    "verify": "--json --quiet checkpoint",
+    "verify": "--json --quiet --source checkpoint",
+    "dequantize": "--dtype --json --output --quiet checkpoint",
     "recipes": "--json --quiet --resolved --set recipe",
 }
 
