@@ -1,89 +1,82 @@
-"""Our NVFP4 numerics as a ModelOpt quantization backend, for where ModelOpt's kernel needs CUDA and there is none."""
+"""Our numerics as ModelOpt's CPU kernels: its quantizers run unchanged on a CPU, and on CUDA with its own kernels.
+
+ModelOpt's block formats go through the torch operator tensorrt::dynamic_block_quantize_op, whose implementation for the
+CPU asserts that it is not on one. Here that implementation is replaced, for the CPU's dispatch key alone. One kernel
+(static NVFP4 blocks) is behind no operator; it is in halfbyte.quant.patches.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.quant.numerics import NVFP4_BLOCK, nvfp4_fake_quantize
-from halfbyte.records.errors import UserError
+from halfbyte.quant.numerics import mxfp4_fake_quantize, mxfp8_fake_quantize, nvfp4_fake_quantize
+from halfbyte.quant.patches import patch_static_nvfp4
 
 BACKEND = "halfbyte"
+_E2M1, _E4M3, _E8M0 = (2, 1), (4, 3), (8, 0)
+BLOCK_FORMATS = {(_E2M1, _E4M3), (_E2M1, _E8M0), (_E4M3, _E8M0)}
+"""Formats of a value and of its block's scale, as (exponent bits, mantissa bits): NVFP4, MXFP4, MXFP8."""
+_library: torch.library.Library | None = None
 
 
-class _StraightThrough(torch.autograd.Function):
-    """Fake quantization whose gradient is the identity, as ModelOpt's dynamic block quantizers have it."""
+def dynamic_block_quantize(
+    inputs: Tensor,
+    block_size: int,  # noqa: ARG001
+    amax: Tensor | None,
+    num_bits: int,
+    exponent_bits: int,
+    scale_num_bits: int,
+    scale_exponent_bits: int,
+) -> Tensor:
+    """The operator's implementation for a CPU: inputs through a block format and back.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, amax: Tensor) -> Tensor:  # noqa: ARG004
-        return nvfp4_fake_quantize(x, amax)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        return gradients[0], None
-
-
-def fake_quantize(inputs: Tensor, quantizer: Any) -> Tensor:
-    """The backend's entry point (ModelOpt's QuantBackendEntrypoint): inputs through the quantizer's format and back.
+    As in ModelOpt's kernels, a format has blocks of one size, 16 for NVFP4 and 32 for MX, whatever is asked for.
 
     Args:
         inputs: Weights or activations; blocks run along the last dimension.
-        quantizer: A modelopt TensorQuantizer with dynamic NVFP4 blocks of 16.
+        block_size: Not looked at.
+        amax: The calibrated largest magnitude of NVFP4; several are reduced to the largest. None for MX.
+        num_bits: Of a value, its sign among them.
+        exponent_bits: Of these.
+        scale_num_bits: Of a block's scale, its sign among them.
+        scale_exponent_bits: Of these.
+
+    Raises:
+        NotImplementedError: for another format.
     """
+    value = (exponent_bits, num_bits - exponent_bits - 1)
+    scale = (scale_exponent_bits, scale_num_bits - scale_exponent_bits - 1)
+    if (value, scale) == (_E2M1, _E4M3) and amax is not None:
+        return nvfp4_fake_quantize(inputs, amax.float().amax())
+    if (value, scale) == (_E2M1, _E8M0):
+        return mxfp4_fake_quantize(inputs)
+    if (value, scale) == (_E4M3, _E8M0):
+        return mxfp8_fake_quantize(inputs)
+    raise NotImplementedError(f"values of {value} bits with scales of {scale} bits have no implementation on a CPU")
+
+
+def _entry_point(inputs: Tensor, quantizer: Any) -> Tensor:
+    from modelopt.torch.quantization.tensor_quant import dynamic_block_quant
+
     amax = quantizer.amax if quantizer.amax is not None else inputs.detach().abs().amax()
-    return _StraightThrough.apply(inputs, amax.float())  # type: ignore[no-any-return,no-untyped-call]
+    return dynamic_block_quant(inputs, 16, amax.float(), None, _E2M1, _E4M3)  # type: ignore[no-any-return]
 
 
 def register() -> None:
-    """Makes the backend known to ModelOpt under the name "halfbyte"; calling it again changes nothing."""
+    """Makes ModelOpt's quantizers work on a CPU; calling it again changes nothing."""
+    global _library
+    from modelopt.torch.quantization import tensor_quant  # noqa: F401  (defines the operator)
     from modelopt.torch.quantization.nn.modules import tensor_quantizer
 
-    if not tensor_quantizer.is_registered_quant_backend(BACKEND):
-        tensor_quantizer.register_quant_backend(BACKEND, fake_quantize)
-
-
-def is_nvfp4(attributes: dict[str, Any]) -> bool:
-    """Whether a quantizer's attributes say dynamic NVFP4 in blocks of 16."""
-    blocks = attributes.get("block_sizes") or {}
-    size = blocks.get(-1, blocks.get("-1"))
-    return (
-        tuple(attributes.get("num_bits") or ()) == (2, 1)
-        and tuple(blocks.get("scale_bits") or ()) == (4, 3)
-        and blocks.get("type") == "dynamic"
-        and size == NVFP4_BLOCK
-    )
-
-
-def _attributes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for entry in config["quant_cfg"]:
-        cfg = entry.get("cfg")
-        yield from [cfg] if isinstance(cfg, dict) else cfg or []
-
-
-def use_cpu_backend(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a ModelOpt configuration whose NVFP4 quantizers run on our numerics.
-
-    Raises:
-        UserError: for block formats that need CUDA and have no CPU implementation here yet.
-    """
-    register()
-    config = copy.deepcopy(config)
-    for attributes in _attributes(config):
-        if is_nvfp4(attributes):
-            attributes["backend"] = BACKEND
-        elif _needs_cuda(attributes):
-            blocks = {str(key): value for key, value in attributes["block_sizes"].items()}
-            raise UserError(
-                f"num_bits {attributes['num_bits']} with block_sizes {blocks} has no CPU implementation",
-                "run it with --device cuda, or use NVFP4 with dynamic blocks of 16, or FP8",
-            )
-    return config
-
-
-def _needs_cuda(attributes: dict[str, Any]) -> bool:
-    blocks = attributes.get("block_sizes") or {}
-    return isinstance(attributes.get("num_bits"), (tuple, list)) and bool(blocks.get("scale_bits"))
+    if _library is not None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells of the replacement, which is meant
+        _library = torch.library.Library("tensorrt", "IMPL")
+        _library.impl("dynamic_block_quantize_op", dynamic_block_quantize, "CPU", allow_override=True)
+    tensor_quantizer.register_quant_backend(BACKEND, _entry_point)
+    patch_static_nvfp4()

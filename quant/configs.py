@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,26 @@ from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.schema import QuantizeSpec
 from halfbyte.records.errors import UserError, unknown_name
 
-# Algorithms whose whole result is the quantizers' amax, which is what calibration/ keeps (None: nothing to calibrate).
-ALGORITHMS = ("max", None)
+logger = logging.getLogger(__name__)
+
+ALGORITHMS = (
+    None,
+    "max",
+    "mse",
+    "local_hessian",
+    "nvfp4_act_headroom",
+    "awq_lite",
+    "awq_clip",
+    "awq_full",
+    "svdquant",
+    "gptq",
+)
+"""Calibration algorithms whose result can be exported and read back; None calibrates nothing."""
+SMOOTHING = ("awq_lite", "awq_full", "svdquant")
+"""Those that scale the inputs of a linear, and so need a place for that scale in the checkpoint."""
+
+# Quantizers of the attention scores' operands: ModelOpt's export drops their scales, so that nobody can read them back.
+_UNEXPORTED = ("*q_bmm_quantizer", "*p_bmm_quantizer", "*softmax_quantizer")
 
 
 def _listed_recipes() -> list[str]:
@@ -79,16 +99,41 @@ def quant_config(spec: QuantizeSpec) -> dict[str, Any]:
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"ModelOpt refuses the quantize block: {' '.join(str(error).split())[:300]}") from None
     require_supported_algorithm(config)
-    return config
+    return _exportable(config)
+
+
+def methods(config: dict[str, Any]) -> list[str | None]:
+    """The names of a configuration's calibration algorithms, in their order."""
+    algorithm = config.get("algorithm")
+    return [_method(entry) for entry in (algorithm if isinstance(algorithm, list) else [algorithm])]
+
+
+def _method(algorithm: Any) -> str | None:
+    return algorithm.get("method") if isinstance(algorithm, dict) else algorithm
 
 
 def require_supported_algorithm(config: dict[str, Any]) -> None:
-    """Refuses, before anything runs, a calibration algorithm whose result cannot be kept and read back yet.
+    """Refuses, before anything runs, a calibration algorithm whose result cannot be exported and read back.
 
     Raises:
         UserError: naming the algorithm.
     """
+    for method in methods(config):
+        if method not in ALGORITHMS:
+            supported = ", ".join(name for name in ALGORITHMS if name)
+            raise UserError(f"calibration algorithm {method!r} is not supported", f"supported: {supported}")
+
+
+def _exportable(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without what would leave no trace in the checkpoint, or traces outside the run."""
+    for entry in config["quant_cfg"]:
+        name = str(entry.get("quantizer_name"))
+        if entry.get("cfg") and any(fnmatch(pattern.lstrip("*"), name) for pattern in _UNEXPORTED):
+            logger.info("%s: only keys and values are quantized, a checkpoint has no place for other scales", name)
+    config["quant_cfg"] = [*config["quant_cfg"], *({"quantizer_name": name, "enable": False} for name in _UNEXPORTED)]
     algorithm = config.get("algorithm")
-    method = algorithm.get("method") if isinstance(algorithm, dict) else algorithm
-    if method not in ALGORITHMS:
-        raise UserError(f"calibration algorithm {method!r} is not supported yet", "supported: max")
+    for entry in algorithm if isinstance(algorithm, list) else [algorithm]:
+        layerwise = entry.get("layerwise") if isinstance(entry, dict) else None
+        if isinstance(layerwise, dict):
+            layerwise.pop("checkpoint_dir", None)  # ModelOpt's recipes name a folder in the working directory
+    return config

@@ -63,7 +63,8 @@ class Job:
     def open_candidate(self, run: RunFolder) -> Loaded:
         """The exported checkpoint, read back from disk, under the recipe's name."""
         spec = self.recipe.model.model_copy(update={"id": str(run.checkpoint), "revision": None, "gguf_file": None})
-        found = load(spec, dtype=self.dtype, device=str(self.device))
+        weights = self.recipe.evaluate.weights
+        found = load(spec, dtype=self.dtype, device=str(self.device), weights=weights)
         return replace(found, summary=found.summary.model_copy(update={"name": self.recipe.name}))
 
 
@@ -184,7 +185,7 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
         require_same_vocabulary(model, tokenizer)
     if ptq.has_calibration(run.calibration, job.key):
         logger.info("calibration: done already")
-        state = ptq.load_calibration(model, job.config, run.calibration)
+        state = ptq.load_calibration(model, run.calibration)
         data, seconds["calibrate"] = state["data"], state["seconds"]
     else:
         texts: list[str] = []
@@ -202,7 +203,7 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
             ptq.calibrate(model, job.config, loop)
         ptq.save_calibration(model, run.calibration, job.key, data=data, seconds=seconds["calibrate"])
     with _timed(seconds, "export"):
-        ptq.settle(model)
+        ptq.settle(model, own)
         ptq.export(model, tokenizer, run.checkpoint, own)
     Manifest(
         recipe=job.recipe.name,

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from halfbyte.quant.backend import use_cpu_backend
-from halfbyte.quant.numerics import (
-    E2M1_MAX,
-    E4M3_MAX,
-    NVFP4_BLOCK,
-    amax_of_scale,
-    fp8_dequantize,
-    fp8_quantize,
-    fp8_scale,
-    nvfp4_dequantize,
-    nvfp4_quantize,
-    nvfp4_scale_2,
-)
+from halfbyte.quant.backend import register
+from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, amax_of_scale
+from halfbyte.quant.patches import fused_once
+from halfbyte.quant.rounding import SQUARE, Unstable, kept_buffers, quantized_weights, round_in_place
 from halfbyte.quant.upstream import quiet_upstream
+from halfbyte.records.digests import file_digest
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import atomic_folder, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 STATE_FILE = "state.json"
-AMAX_FILE = "amax.safetensors"
+QUANTIZERS_FILE = "quantizers.pth"
+TENSORS_FILE = "tensors.safetensors"
+
+_SMOOTHING = ("._pre_quant_scale", "._svdquant_lora_a", "._svdquant_lora_b")
+"""Buffers of quantizers that a checkpoint holds in the type of what is kept."""
+_WEIGHTS_STAY = {"quantize", *(f"{name}_calibrate" for name in ("max", "mse", "local_hessian", "nvfp4_act_headroom"))}
+"""ModelOpt's steps that change no weight."""
 
 
 def quantizers(model: nn.Module) -> dict[str, Any]:
@@ -42,35 +43,37 @@ def quantizers(model: nn.Module) -> dict[str, Any]:
     return {n: m for n, m in model.named_modules() if isinstance(m, TensorQuantizer) and m.is_enabled}
 
 
-def calibrate(model: PreTrainedModel, config: dict[str, Any], loop: Callable[[nn.Module], None] | None) -> None:
+def calibrate(model: PreTrainedModel, config: dict[str, Any], loop: Callable[[nn.Module], None]) -> None:
     """Inserts quantizers into the model, in place, and calibrates them.
 
     Args:
-        model: Where it computes; on a CPU the NVFP4 quantizers run on our numerics.
+        model: Where it computes; on a CPU the quantizers run on our numerics.
         config: What configs.quant_config made.
-        loop: The calibration loop; None inserts the quantizers only.
+        loop: The calibration loop.
 
     Raises:
         UserError: when a calibrated amax is not a finite number, naming the quantizer.
     """
     import modelopt.torch.quantization as mtq
 
-    if model.device.type == "cpu":
-        config = use_cpu_backend(config)
-    if loop is None:
-        config = {**config, "algorithm": None}
-    with quiet_upstream():
+    register()
+    with quiet_upstream(), torch.no_grad():
         mtq.quantize(model, config, loop)
     for name, quantizer in quantizers(model).items():
-        amax = quantizer.amax
-        if amax is not None and not bool(torch.isfinite(amax).all()):
-            raise UserError(
-                f"calibration of {name} gave an amax that is not finite", "the model overflows on these texts"
-            )
+        for kind in ("_amax", "_pre_quant_scale"):
+            found = getattr(quantizer, kind, None)
+            if found is not None and not bool(torch.isfinite(found).all()):
+                raise UserError(
+                    f"calibration of {name} gave {kind.removeprefix('_')} values that are not finite",
+                    "the model overflows on these texts",
+                )
 
 
 def save_calibration(model: nn.Module, folder: Path, key: str, **facts: Any) -> None:
-    """Keeps the amax of every quantizer, so that a crash during export costs no calibration.
+    """Keeps what calibration found and changed, so that a crash during export costs no calibration.
+
+    That is ModelOpt's own description of the quantizers, their tensors (amax, smoothing scales, low-rank factors), and
+    the weights where the algorithm changed them.
 
     Args:
         model: The calibrated model.
@@ -78,88 +81,119 @@ def save_calibration(model: nn.Module, folder: Path, key: str, **facts: Any) -> 
         key: Digest of all that shaped the calibration; load_calibration asks for the same.
         facts: What else to keep beside the key, for the manifest: digests of the texts, seconds.
     """
-    state = {
-        f"{name}.amax": quantizer.amax.detach().float().cpu().clone()
-        for name, quantizer in quantizers(model).items()
-        if getattr(quantizer, "_amax", None) is not None
-    }
+    import modelopt.torch.opt as mto
+
+    description = mto.modelopt_state(model)
+    steps = {name for name, _ in description["modelopt_state_dict"]}
+    kept = _kept_names(model, weights=not steps <= _WEIGHTS_STAY)
+    state = {name: value for name, value in model.state_dict().items() if name in kept}
     with atomic_folder(folder) as partial:
-        save_file(state, partial / AMAX_FILE)
-        write_json(partial / STATE_FILE, {"schema_version": 1, "key": key, "quantizers": len(state), **facts})
+        torch.save(description, partial / QUANTIZERS_FILE)
+        save_file({name: value.detach().contiguous().cpu() for name, value in state.items()}, partial / TENSORS_FILE)
+        files = {name: file_digest(partial / name) for name in (QUANTIZERS_FILE, TENSORS_FILE)}
+        write_json(partial / STATE_FILE, {"schema_version": 2, "key": key, "files": files, **facts})
+
+
+def _kept_names(model: nn.Module, *, weights: bool) -> set[str]:
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    found = {
+        f"{name}.{buffer}"
+        for name, module in model.named_modules()
+        if isinstance(module, TensorQuantizer)
+        for buffer in module.state_dict()
+    }
+    return found | ({weight.name for weight in quantized_weights(model)} if weights else set())
 
 
 def has_calibration(folder: Path, key: str) -> bool:
     """Whether `folder` holds a calibration made under `key`."""
-    if not ((folder / STATE_FILE).is_file() and (folder / AMAX_FILE).is_file()):
+    if not all((folder / name).is_file() for name in (STATE_FILE, QUANTIZERS_FILE, TENSORS_FILE)):
         return False
     state = read_json(folder / STATE_FILE)
     return isinstance(state, dict) and state.get("key") == key
 
 
-def load_calibration(model: PreTrainedModel, config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Inserts quantizers into the original model, in place, with the amax kept in `folder`.
+def load_calibration(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    """Puts the original model, in place, into the state that save_calibration kept in `folder`.
 
     Returns:
         The content of state.json: the key and the facts kept beside it.
 
     Raises:
-        UserError: when the kept state does not belong to this model.
+        UserError: when the kept state is damaged or does not belong to this model.
     """
-    calibrate(model, config, None)
-    try:
-        state = load_file(folder / AMAX_FILE)
-    except SafetensorError as error:
-        raise UserError(f"{folder / AMAX_FILE} is damaged: {error}", "delete the folder to calibrate again") from None
-    known = quantizers(model)
-    for key, amax in state.items():
-        quantizer = known.get(key.removesuffix(".amax"))
-        if quantizer is None:
-            raise UserError(
-                f"{folder} has an amax for {key}, which the model lacks", "delete the folder or use --force"
-            )
-        quantizer.amax = amax.to(model.device)
-    return dict(read_json(folder / STATE_FILE))
+    import modelopt.torch.opt as mto
+
+    register()
+    facts = dict(read_json(folder / STATE_FILE))
+    hint = "delete the folder to calibrate again"
+    for name, digest in facts["files"].items():
+        if file_digest(folder / name) != digest:
+            raise UserError(f"{folder / name} is damaged", hint)
+    with quiet_upstream():
+        mto.restore_from_modelopt_state(model, modelopt_state_path=folder / QUANTIZERS_FILE)
+        missing, surplus = model.load_state_dict(load_file(folder / TENSORS_FILE), strict=False)
+    lacking = _kept_names(model, weights=False) & set(missing)
+    if surplus or lacking:
+        raise UserError(f"the calibration in {folder} is of another model: {[*surplus, *lacking][0]}", hint)
+    return facts
 
 
-def settle(model: PreTrainedModel) -> None:
+def settle(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
     """Makes the model in memory what its export will be, in place.
 
-    1. Linears that read the same input (q/k/v, gate/up) get one amax, as loaders that fuse them assume; ModelOpt would
-       do this silently during export.
-    2. Every amax becomes one that is recovered exactly from the scale the checkpoint stores.
-    3. Weights are rounded to the values their codes stand for. ModelOpt's export divides bfloat16 weights by the FP8
-       scale in bfloat16 and rounds the quotient again to FP8, which moves about 3 % of the codes; and its CUDA kernel
-       divides NVFP4 weights approximately, which moves ties. Weights that are rounded already are moved by neither.
+    1. Linears that read the same input (q/k/v, gate/up) get one amax, as loaders that fuse them assume, and smoothing
+       scales are folded into the layer before where that is possible; ModelOpt would do this silently during export.
+    2. What the checkpoint keeps in `dtype` is rounded to it: a model calibrated in float32 may not be of that type any
+       more where calibration changed it.
+    3. Every amax of an input or a KV cache becomes one that is recovered exactly from the scale the checkpoint stores.
+    4. Weights are rounded to the values their codes stand for (see rounding.rounded), and their quantizers, which have
+       nothing left to do, are switched off for forward passes.
+
+    Args:
+        model: After calibration.
+        dtype: Type of what stays unquantized in the checkpoint.
     """
     from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
 
     with quiet_upstream(), torch.no_grad():
         requantize_resmooth_fused_llm_layers(model)
+        for tensor, kind in _kept(model, dtype):
+            tensor.copy_(tensor.to(kind))
     for name, quantizer in quantizers(model).items():
         amax = getattr(quantizer, "_amax", None)
-        if amax is not None and amax.numel() == 1 and float(amax) > 0:
+        if "weight_quantizer" not in name and amax is not None and amax.numel() == 1 and float(amax) > 0:
             largest = scale_divisor(name, quantizer)
-            quantizer.amax = amax_of_scale(amax.float() / largest, largest).reshape(amax.shape)
-    with torch.no_grad():
-        for module in model.modules():
-            quantizer = getattr(module, "weight_quantizer", None)
-            if quantizer is not None and quantizer.is_enabled:
-                weight: nn.Parameter = module.weight  # type: ignore[assignment]
-                weight.copy_(_rounded(weight, quantizer))
+            settled = amax_of_scale(amax.float() / largest, largest).reshape(amax.shape)
+            quantizer._amax = settled  # not through .amax, which would keep the type it has
+    unstable = []
+    for weight in quantized_weights(model):
+        _complete(weight.values, weight.quantizer)
+        unstable.append(round_in_place(weight, dtype))
+        weight.quantizer.disable_quant()
+    model._halfbyte_unstable = [found for found in unstable if found is not None]
 
 
-def _rounded(weight: Tensor, quantizer: Any) -> Tensor:
-    """A weight rounded to the values of its codes; blocks that would not be rounded to the same values again are kept.
+def _kept(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tensor, torch.dtype]]:
+    """What the checkpoint keeps, each tensor with the type it is stored in."""
+    for parameter in model.parameters():
+        yield parameter, dtype
+    yield from kept_buffers(model, dtype).values()
+    for name, buffer in model.named_buffers():
+        if name.endswith(_SMOOTHING):
+            yield buffer, dtype
 
-    Those are NVFP4 blocks with a scale near the smallest E4M3 value: no more than 4e-5 of the tensor's magnitude.
-    """
-    if quantizer.is_fp8:
-        return fp8_dequantize(fp8_quantize(weight, fp8_scale(quantizer.amax)), weight.dtype)
-    scale_2 = nvfp4_scale_2(quantizer.amax)
-    rounded = nvfp4_dequantize(nvfp4_quantize(weight, scale_2), weight.dtype)
-    again = nvfp4_dequantize(nvfp4_quantize(rounded, scale_2), weight.dtype)
-    same = (again == rounded).reshape(*weight.shape[:-1], -1, NVFP4_BLOCK).all(dim=-1, keepdim=True)
-    return torch.where(same.expand(*same.shape[:-1], NVFP4_BLOCK).flatten(-2), rounded, weight)
+
+def _complete(values: Tensor, quantizer: Any) -> None:
+    """Gives a weight quantizer what ModelOpt's export would otherwise make up, or squeeze out of shape."""
+    blocks = quantizer.block_sizes or {}
+    dynamic = blocks.get("scale_bits") == (8, 0)
+    if getattr(quantizer, "_amax", None) is None and not dynamic:
+        quantizer.amax = values.detach().abs().amax().float()  # an algorithm that searches linears passes experts by
+    if blocks.get(-2) == SQUARE:
+        rows, columns = (-(-side // SQUARE) for side in values.shape)
+        quantizer._amax = quantizer._amax.reshape(rows, 1, columns, 1)  # a single square would become a scalar
 
 
 def scale_divisor(name: str, quantizer: Any) -> float:
@@ -175,7 +209,7 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: P
     The folder appears whole or not at all. The model is packed in place and of no further use.
 
     Args:
-        model: After settle().
+        model: After settle() with the same `dtype`.
         tokenizer: Saved beside the weights, with its chat template.
         folder: The run's checkpoint/ folder.
         dtype: Type of what stays unquantized.
@@ -185,9 +219,34 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: P
     """
     from modelopt.torch.export import export_hf_checkpoint
 
+    weight_only = _is_mxfp4_weight_only(model)
+    unstable: list[Unstable] = model.__dict__.pop("_halfbyte_unstable", [])
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-    with atomic_folder(folder) as partial, quiet_upstream():
+        for values, where, original in unstable:
+            values[where] = original
+        for tensor, kind in _kept(model, dtype):
+            tensor.data = tensor.data.to(kind)
+    with atomic_folder(folder) as partial, quiet_upstream(), fused_once():
         export_hf_checkpoint(model, dtype=dtype, export_dir=partial)
         tokenizer.save_pretrained(partial)
+        if weight_only:
+            _declare_weight_only(partial)
+
+
+def _is_mxfp4_weight_only(model: nn.Module) -> bool:
+    from modelopt.torch.export.quant_utils import get_quantization_format
+
+    found = [weight for weight in quantized_weights(model) if weight.quantizer.is_mx_format]
+    return (
+        bool(found)
+        and get_quantization_format(model) == "mxfp4"
+        and not any(w.input_quantizer.is_enabled for w in found)
+    )
+
+
+def _declare_weight_only(folder: Path) -> None:
+    """Says of an MXFP4 checkpoint that its inputs are not quantized: ModelOpt declares both kinds alike."""
+    for name, block in (("hf_quant_config.json", "quantization"), ("config.json", "quantization_config")):
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        content[block]["weight_only"] = True
+        write_json(folder / name, content)

@@ -377,7 +377,7 @@ def test_a_disk_that_fills_up_during_export_is_one_line_and_the_same_command_fin
     assert f"no space left on the disk while writing {disk / 'out' / 'checkpoint'}" in said(stderr.read_text())
     assert not (disk / "out" / "checkpoint").exists()
     assert not (disk / "out" / "checkpoint.partial").exists()
-    assert (disk / "out" / "calibration" / "amax.safetensors").is_file()
+    assert (disk / "out" / "calibration" / "tensors.safetensors").is_file()
     (disk / "filler").unlink()
     assert run_child(command, tmp_path, line.cache) == 0
     checkpoint = contents(disk / "out" / "checkpoint")

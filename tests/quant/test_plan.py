@@ -58,9 +58,16 @@ def test_a_recipe_that_matches_no_layer_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "said"),
-    [("int8", "int8_sq"), ("mxfp8", "mxfp8"), ("nvfp4_awq_lite", "awq_lite"), ("nvfp5", "did you mean 'nvfp4'")],
+    [
+        ("int8", "int8_sq"),
+        ("INT8_SMOOTHQUANT_CFG", "'smoothquant' is not supported"),
+        ("int4_awq", "int4_awq"),
+        ("MXFP6_DEFAULT_CFG", "MXFP6"),
+        ("MXINT8_DEFAULT_CFG", "MXINT8"),
+        ("nvfp5", "did you mean 'nvfp4'"),
+    ],
 )
-def test_what_cannot_be_read_back_yet_is_refused_by_name(preset: str, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_or_read_back_is_refused_by_name(preset: str, said: str, tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=said):
         _plan(tmp_path, spec(preset))
@@ -78,19 +85,58 @@ def test_a_recipe_of_modelopt_and_the_same_preset_give_one_plan(tmp_path: Path) 
     assert recipe.as_dict() == _plan(tmp_path, spec("NVFP4_DEFAULT_CFG", "fp8")).as_dict()
 
 
-def test_fused_experts_and_transposed_weights_are_refused_before_calibration(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 384,
+}  # fmt: skip
 
-    shape: dict[str, Any] = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 384, "num_experts": 2, "moe_intermediate_size": 64,
-    }  # fmt: skip
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).save_pretrained(tmp_path / "moe")
-    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts would be quantized through"):
-        _plan(tmp_path / "moe", spec("nvfp4"))
+
+def test_what_the_export_would_get_wrong_is_refused_before_calibration(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
+
     GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=384)).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(UserError, match="is a Conv1D, as in GPT-2"):
         _plan(tmp_path / "gpt2", spec("fp8"))
+    GptOssForCausalLM(GptOssConfig(**SMALL, num_local_experts=2, head_dim=16)).save_pretrained(tmp_path / "gpt-oss")
+    with pytest.raises(UserError, match=r"mlp\.experts would be quantized through gate_up_proj_input_quantizer"):
+        _plan(tmp_path / "gpt-oss", spec("nvfp4"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "said"),
+    [
+        (
+            "NVFP4_AWQ_LITE_CFG",
+            r"cannot export Qwen3MoeForCausalLM after awq_lite: .* experts of model\.layers\.0\.mlp",
+        ),
+        ("NVFP4_SVDQUANT_DEFAULT_CFG", "cannot export Qwen3MoeForCausalLM after svdquant"),
+        ("FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", r"experts\.0\.gate_proj has 64 outputs: a block of 128 would hold"),
+    ],
+)
+def test_experts_that_the_export_does_not_know_are_refused(preset: str, said: str, tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(**SMALL, num_experts=2, moe_intermediate_size=64)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=said):
+        _plan(tmp_path, spec(preset))
+
+
+def test_a_block_that_does_not_divide_the_inputs_is_refused(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**{**SMALL, "intermediate_size": 112})).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"down_proj has 112 inputs, which is no multiple of the mxfp4 block of 32"):
+        _plan(tmp_path, spec("MXFP4_DEFAULT_CFG"))
+
+
+def test_a_rotated_kv_cache_is_refused(tmp_path: Path) -> None:
+    import modelopt.torch.quantization as mtq
+
+    make_model("llama").save_pretrained(tmp_path)
+    entries = [*mtq.NVFP4_DEFAULT_CFG["quant_cfg"], *mtq.NVFP4_KV_ROTATE_CFG["quant_cfg"]]
+    with pytest.raises(UserError, match="would rotate its values"):
+        _plan(tmp_path, spec(None, quant_cfg=entries))
 
 
 def test_fp8_weights_without_quantized_inputs_are_refused(tmp_path: Path) -> None:

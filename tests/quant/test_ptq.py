@@ -76,7 +76,7 @@ def test_a_kept_calibration_gives_the_same_checkpoint(tmp_path: Path, tiny_token
     assert ptq.has_calibration(tmp_path / "calibration", "key")
     assert not ptq.has_calibration(tmp_path / "calibration", "another key")
     again = open_original(locate(str(tmp_path / "model")), weights=torch.bfloat16, compute=torch.float32, device=CPU)
-    ptq.load_calibration(again, configs.quant_config(spec("nvfp4", "fp8")), tmp_path / "calibration")
+    ptq.load_calibration(again, tmp_path / "calibration")
     ptq.settle(again)
     ptq.export(again, tiny_tokenizer, tmp_path / "second", torch.bfloat16)
     assert model_digest(tmp_path / "first") == model_digest(tmp_path / "second")
@@ -98,8 +98,14 @@ def test_a_damaged_calibration_is_named_and_an_incomplete_one_is_made_again(tmp_
     ptq.calibrate(model, config, calibration.forward_loop(sequences(2), tokens_per_row=64, pack=True))
     ptq.save_calibration(model, tmp_path / "kept", "key")
     assert ptq.has_calibration(tmp_path / "kept", "key")
-    (tmp_path / "kept" / ptq.AMAX_FILE).write_bytes(b"abc")
-    with pytest.raises(UserError, match=r"is damaged.*delete the folder to calibrate again"):
-        ptq.load_calibration(model, config, tmp_path / "kept")
-    (tmp_path / "kept" / ptq.AMAX_FILE).unlink()
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "kept").iterdir()}
+    for name in (ptq.TENSORS_FILE, ptq.QUANTIZERS_FILE):
+        (tmp_path / "kept" / name).write_bytes(b"abc")
+        fresh = open_original(
+            locate(str(tmp_path / "model")), weights=torch.bfloat16, compute=torch.float32, device=CPU
+        )
+        with pytest.raises(UserError, match=r"is damaged.*delete the folder to calibrate again"):
+            ptq.load_calibration(fresh, tmp_path / "kept")
+        (tmp_path / "kept" / name).write_bytes(whole[name])
+    (tmp_path / "kept" / ptq.TENSORS_FILE).unlink()
     assert not ptq.has_calibration(tmp_path / "kept", "key")

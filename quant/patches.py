@@ -1,0 +1,96 @@
+"""What can be changed in ModelOpt only by replacing a part of it, each with the version it was written for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, e2m1_round
+from halfbyte.records.errors import UserError
+
+MODELOPT = "0.47"
+
+
+def require_known_modelopt() -> None:
+    """Refuses a ModelOpt whose inner parts may be others than those replaced here.
+
+    Raises:
+        UserError: with both versions.
+    """
+    found = version("nvidia-modelopt")
+    if not found.startswith(f"{MODELOPT}."):
+        raise UserError(f"nvidia-modelopt {found} is not supported", f"install 'nvidia-modelopt=={MODELOPT}.*'")
+
+
+def static_nvfp4_fake_quantize(
+    x: Tensor, amax: Tensor, global_amax: Tensor | None = None, largest_scale: float = E4M3_MAX
+) -> Tensor:
+    """x through NVFP4 with calibrated block scales and back, in float32, as ModelOpt's Triton kernel does it.
+
+    Args:
+        x: Weights, a multiple of the number of blocks.
+        amax: The largest magnitude a block stands for; one for each block.
+        global_amax: That of the tensor; None for the largest of `amax`.
+        largest_scale: The E4M3 value the tensor's largest block scale lands on: 448, or 256 for four-over-six.
+    """
+    from modelopt.torch.quantization.tensor_quant import scaled_e4m3_impl
+
+    whole = amax.float().amax() if global_amax is None else global_amax.float()
+    scale = scaled_e4m3_impl(amax.float() / E2M1_MAX, whole * (E4M3_MAX / largest_scale) / E2M1_MAX).reshape(-1, 1)
+    safe = torch.where((scale == 0) | ~torch.isfinite(scale), 1.0, scale)
+    blocks = x.float().reshape(scale.shape[0], -1)
+    return torch.where(scale == 0, 0.0, e2m1_round(blocks / safe) * safe).reshape(x.shape)
+
+
+def patch_static_nvfp4() -> None:
+    """Lets NVFP4 quantizers with static block scales run on a CPU; on CUDA they keep ModelOpt's kernel.
+
+    ModelOpt calls its Triton kernel there directly: no operator and no backend that another implementation could be
+    registered for.
+    """
+    require_known_modelopt()
+    from modelopt.torch.quantization import tensor_quant
+
+    function = tensor_quant.StaticBlockwiseFP4FakeQuantFunction
+    kernel = function.forward
+
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        amax: Tensor,
+        global_amax: Tensor | None = None,
+        quantize_block_scales: bool = True,
+        fp8_max_for_normalization: float = E4M3_MAX,
+        out_dtype: torch.dtype | None = None,
+        pass_through_bwd: bool = False,
+    ) -> Tensor:
+        if x.is_cuda or not quantize_block_scales:
+            options = (quantize_block_scales, fp8_max_for_normalization, out_dtype, pass_through_bwd)
+            return kernel(ctx, x, amax, global_amax, *options)  # type: ignore[no-any-return]
+        tensor_quant._save_for_backward_if_needed(ctx, pass_through_bwd, x, amax)
+        return static_nvfp4_fake_quantize(x, amax, global_amax, fp8_max_for_normalization).to(out_dtype or x.dtype)
+
+    function.forward = staticmethod(forward)
+
+
+@contextmanager
+def fused_once() -> Iterator[None]:
+    """Within the block, an export leaves scales shared and smoothing folded as they are, instead of doing both again.
+
+    A second time is not the same as none: the mean of three equal smoothing scales need not be that scale, and a second
+    decomposition of an SVDQuant layer gives other low-rank factors, so that settled weights would be moved.
+    """
+    require_known_modelopt()
+    from modelopt.torch.export import unified_export_hf
+
+    real = unified_export_hf.requantize_resmooth_fused_llm_layers
+    unified_export_hf.requantize_resmooth_fused_llm_layers = lambda model: None  # noqa: ARG005
+    try:
+        yield
+    finally:
+        unified_export_hf.requantize_resmooth_fused_llm_layers = real

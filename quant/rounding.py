@@ -1,0 +1,175 @@
+"""Rounding weights to the values their codes in the checkpoint stand for, with the scales that ModelOpt exports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.quant.numerics import (
+    E4M3_MAX,
+    e2m1_round,
+    e4m3_round,
+    fp8_dequantize,
+    fp8_quantize,
+    mxfp4_dequantize,
+    mxfp4_quantize,
+    mxfp8_dequantize,
+    mxfp8_quantize,
+)
+
+SQUARE = 128
+"""The side of a block of FP8_2D_BLOCKWISE."""
+
+
+class Weight(NamedTuple):
+    """One quantized weight of a model: a linear's, or one expert's part of a fused tensor."""
+
+    name: str
+    values: Tensor
+    """[out, in]; changing it changes the model."""
+    quantizer: Any
+    """Its ModelOpt TensorQuantizer."""
+    input_quantizer: Any
+
+
+def fused_experts(module: nn.Module) -> tuple[str, ...]:
+    """The tensors [experts, out, in] of a module that holds all experts of a layer with a quantizer for each.
+
+    Empty for any other module.
+    """
+    first = getattr(module, "_first_proj_attr", "gate_up_proj")
+    return (first, "down_proj") if hasattr(module, f"{first}_weight_quantizers") else ()
+
+
+def quantized_weights(model: nn.Module) -> Iterator[Weight]:
+    """All weights whose quantizer is enabled."""
+    for name, module in model.named_modules():
+        for tensor in fused_experts(module):
+            quantizers = getattr(module, f"{tensor}_weight_quantizers")
+            inputs = getattr(module, f"{tensor}_input_quantizer")
+            for index, quantizer in enumerate(quantizers):
+                if quantizer.is_enabled:
+                    yield Weight(f"{name}.{tensor}.{index}", getattr(module, tensor)[index], quantizer, inputs)
+        quantizer = getattr(module, "weight_quantizer", None)
+        weight = getattr(module, "weight", None)
+        if quantizer is not None and quantizer.is_enabled and isinstance(weight, nn.Parameter):
+            yield Weight(f"{name}.weight", weight, quantizer, getattr(module, "input_quantizer", None))
+
+
+def kept_buffers(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """The model's own buffers that a checkpoint holds, by name, each with the type it is stored in.
+
+    That is `dtype` for those with a fraction, but for the few that the model's class wants in float32 in any case.
+    """
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    wide = [
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    ]
+    found = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, TensorQuantizer):
+            continue
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                kind = torch.float32 if any(part in name for part in wide) else dtype
+                found[name] = (buffer, kind if buffer.is_floating_point() else buffer.dtype)
+    return found
+
+
+def as_layer(weight: Weight) -> nn.Module:
+    """A bare module with the weight and its quantizers, as the functions of ModelOpt's export take it."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight.values.detach(), requires_grad=False)
+    layer.weight_quantizer = weight.quantizer
+    if weight.input_quantizer is not None:
+        layer.input_quantizer = weight.input_quantizer
+    return layer
+
+
+def _squares(scale: Tensor, shape: torch.Size) -> Tensor:
+    """A scale for each value: scales of squares in any of ModelOpt's shapes, expanded to a weight [out, in]."""
+    rows, columns = (-(-side // SQUARE) for side in shape)
+    expanded = scale.reshape(rows, columns).repeat_interleave(SQUARE, dim=0).repeat_interleave(SQUARE, dim=1)
+    return expanded[: shape[0], : shape[1]]
+
+
+def rounded(weight: Weight) -> Tensor:
+    """The weight's values as a reader of the checkpoint will have them, in the weight's own type.
+
+    Scales are those of ModelOpt's export, codes are ours: nearest, half to even, rounded once. ModelOpt divides
+    bfloat16 weights by an FP8 scale in bfloat16 and rounds the quotient again, which moves about 3 % of the codes, and
+    rounds MXFP4's ties towards zero.
+
+    Raises:
+        NotImplementedError: for a format that ModelOpt does not export.
+    """
+    from modelopt.torch.export.quant_utils import (
+        get_quantization_format,
+        get_weight_scaling_factor,
+        get_weight_scaling_factor_2,
+    )
+
+    layer = as_layer(weight)
+    kind = get_quantization_format(layer)
+    x = weight.values.detach()
+    if kind == "mxfp8":
+        return mxfp8_dequantize(mxfp8_quantize(x), x.dtype)
+    if kind in ("mxfp4", "w4a8_mxfp4_fp8"):
+        return mxfp4_dequantize(mxfp4_quantize(x), x.dtype)
+    if kind == "fp8":
+        # As ModelOpt computes it; on CUDA, dividing a tensor would multiply by the reciprocal.
+        scale = torch.tensor(float(weight.quantizer.amax) / E4M3_MAX, device=x.device)
+        return fp8_dequantize(fp8_quantize(x, scale), x.dtype)
+    scale = get_weight_scaling_factor(layer)
+    if kind == "fp8_pc_pt":
+        return fp8_dequantize(fp8_quantize(x, scale), x.dtype)
+    if kind == "fp8_pb_wo":
+        scale = _squares(scale, x.shape)
+        return (e4m3_round(x.float() / scale).float() * scale).to(x.dtype)
+    scale_2 = get_weight_scaling_factor_2(layer)
+    if scale_2 is None:
+        raise NotImplementedError(f"{weight.name} is quantized as {kind}")
+    step = (scale.float() * scale_2).unsqueeze(-1)
+    blocks = x.float().unflatten(-1, (scale.shape[-1], -1))
+    return (e2m1_round(blocks / step) * step).flatten(-2).to(x.dtype)
+
+
+class Unstable(NamedTuple):
+    """Values of a weight whose rounded form would be exported as other codes than they."""
+
+    values: Tensor
+    """The weight, a view into the model."""
+    where: Tensor
+    """bool, of the weight's shape."""
+    original: Tensor
+    """What gives the right codes at export."""
+
+
+@torch.no_grad()
+def round_in_place(weight: Weight, dtype: torch.dtype) -> Unstable | None:
+    """Rounds a weight in place; what must be put back before export, if anything.
+
+    NVFP4's block scales are exported from the largest value of a block. Where such a scale is near the smallest E4M3
+    value, the rounded block can have another: no more than 4e-5 of the tensor's magnitude.
+
+    Args:
+        weight: A quantized weight.
+        dtype: The type it will be exported from.
+    """
+    once = rounded(weight)
+    again = rounded(weight._replace(values=once.to(dtype).to(once.dtype)))
+    moved = again != once
+    found = None
+    if bool(moved.any()):
+        blocks = weight.quantizer.block_sizes or {}
+        size = int(blocks.get(-1) or once.shape[-1])
+        block = moved.unflatten(-1, (-1, size)).any(dim=-1, keepdim=True).expand(*moved.shape[:-1], -1, size)
+        where = block.flatten(-2)
+        found = Unstable(weight.values, where, weight.values[where].clone())
+    weight.values.copy_(once)
+    return found
