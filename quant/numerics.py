@@ -1,11 +1,8 @@
-"""FP4 and FP8 number formats as plain torch: rounding, packing, NVFP4 blocks and FP8 tensors.
+"""FP4 and FP8 number formats as plain torch: how tensors lie in checkpoints, and how they get there and back.
 
-Everything here follows the order of operations of the checkpoints that NVIDIA ModelOpt writes and of its kernels, so
-that a value quantized here has the same bits. Arithmetic is in float32 whatever the input's type.
-
-Sources: OCP Microscaling Formats (MX) specification v1.0, section 5.3 (E2M1) and 5.1 (E4M3); NVIDIA, "Introducing NVFP4
-for Efficient and Accurate Low-Precision Inference" (2025): blocks of 16 E2M1 values share one E4M3 scale, and a tensor
-has one float32 scale.
+What quantizes here follows the checkpoints that NVIDIA ModelOpt writes. The elements (E2M1, E4M3, E8M0) are in
+halfbyte.quant.elements, and what fake-quantizes like ModelOpt's CUDA kernels in halfbyte.quant.fake_quantize; both can
+be had from here. Arithmetic is in float32 whatever the input's type.
 """
 
 from __future__ import annotations
@@ -15,17 +12,86 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-E2M1_MAX = 6.0
-E4M3_MAX = 448.0
-E4M3_TINY = 2.0**-9
-"""The smallest positive E4M3 value."""
-NVFP4_BLOCK = 16
-MX_BLOCK = 32
+from halfbyte.quant.elements import (
+    E2M1_MAX,
+    E2M1_VALUES,
+    E4M3_MAX,
+    E4M3_TINY,
+    FP8_BLOCK,
+    MX_BLOCK,
+    NVFP4_BLOCK,
+    e2m1_codes,
+    e2m1_decode,
+    e2m1_round,
+    e2m1_unpacked,
+    e4m3_decode,
+    e4m3_round,
+    e8m0_decode,
+    e8m0_encode,
+    pack_e2m1,
+    unpack_e2m1,
+)
+from halfbyte.quant.fake_quantize import (
+    fp8_fake_quantize,
+    mxfp4_fake_quantize,
+    mxfp8_fake_quantize,
+    nvfp4_fake_quantize,
+    nvfp4_static_fake_quantize,
+    straight_through,
+)
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The magnitudes of E2M1 by code; bit 3 of a code is the sign."""
-_KERNEL_TINY_SCALE = 1e-5
-"""ModelOpt's NVFP4 kernels treat a block whose scale is below this as zero."""
+__all__ = [
+    "E2M1_MAX",
+    "E2M1_VALUES",
+    "E4M3_MAX",
+    "E4M3_TINY",
+    "FP8",
+    "FP8_BLOCK",
+    "MXFP4",
+    "MXFP8",
+    "MX_BLOCK",
+    "NVFP4",
+    "NVFP4_BLOCK",
+    "amax_of_scale",
+    "e2m1_codes",
+    "e2m1_decode",
+    "e2m1_round",
+    "e2m1_unpacked",
+    "e4m3_decode",
+    "e4m3_round",
+    "e8m0_decode",
+    "e8m0_encode",
+    "fp8_block_dequantize",
+    "fp8_block_quantize",
+    "fp8_dequantize",
+    "fp8_fake_quantize",
+    "fp8_quantize",
+    "fp8_scale",
+    "mxfp4_dequantize",
+    "mxfp4_fake_quantize",
+    "mxfp4_quantize",
+    "mxfp8_dequantize",
+    "mxfp8_fake_quantize",
+    "mxfp8_quantize",
+    "nvfp4_dequantize",
+    "nvfp4_fake_quantize",
+    "nvfp4_quantize",
+    "nvfp4_scale_2",
+    "nvfp4_static_fake_quantize",
+    "pack_e2m1",
+    "straight_through",
+    "unpack_e2m1",
+]
+
+
+def _blocks(x: Tensor, size: int) -> Tensor:
+    if x.shape[-1] % size:
+        raise ValueError(f"the last dimension of {tuple(x.shape)} is not a multiple of the block size {size}")
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+# NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference" (2025): blocks of 16 E2M1 values
+# share one E4M3 scale, and a tensor has one float32 scale.
 
 
 class NVFP4(NamedTuple):
@@ -37,6 +103,38 @@ class NVFP4(NamedTuple):
     """float8_e4m3fn [..., n / 16]: one scale a block."""
     scale_2: Tensor
     """float32 scalar: the tensor's scale; a value is E2M1 x scale x scale_2."""
+
+
+def nvfp4_scale_2(amax: Tensor) -> Tensor:
+    """The tensor's float32 scale for its largest magnitude: the largest block scale lands on 448."""
+    return amax.float() / (E2M1_MAX * E4M3_MAX)
+
+
+def nvfp4_quantize(x: Tensor, scale_2: Tensor) -> NVFP4:
+    """Weights [..., n] to NVFP4 as ModelOpt exports them; n must be a multiple of 16.
+
+    A block of zeros gets scale 1; a scale below the smallest E4M3 value is raised to it, so that no scale is zero.
+    Infinities saturate. A block with a NaN gets the scale NaN, so that it reads back as NaN. In a tensor of zeros,
+    whose scale_2 is zero, all codes are zero.
+    """
+    blocks = _blocks(x.float(), NVFP4_BLOCK)
+    largest = blocks.abs().amax(dim=-1)
+    scale = torch.where(largest == 0, 0.0, largest / (E2M1_MAX * scale_2))
+    scale = torch.where(scale == 0, 1.0, scale).clamp(E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
+    divisor = scale.float() * scale_2
+    codes = e2m1_codes(blocks / torch.where(divisor == 0, 1.0, divisor).unsqueeze(-1)).flatten(-2)
+    return NVFP4(pack_e2m1(codes), scale, scale_2)
+
+
+def nvfp4_dequantize(q: NVFP4, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of an NVFP4 tensor: computed in float32, rounded once to `dtype`."""
+    scale = (q.scale.float() * q.scale_2).unsqueeze(-1)
+    return _blocks(e2m1_unpacked(q.codes), NVFP4_BLOCK).mul_(scale).flatten(-2).to(dtype)
+
+
+# MXFP4 and MXFP8: OCP MX specification v1.0, section 5.2: blocks of 32 E2M1 or E4M3 values share one E8M0 scale.
+# ModelOpt's scale is the power of two at or above amax / largest. The specification's own conversion (section 6.3)
+# takes half of it where the significand of amax is above that of the largest element, and saturates.
 
 
 class MXFP4(NamedTuple):
@@ -57,155 +155,18 @@ class MXFP8(NamedTuple):
     """uint8 [..., n / 32]: E8M0, one scale a block; a value is code x scale."""
 
 
-class FP8(NamedTuple):
-    """A tensor in FP8 with one scale, or one a row, as it lies in a checkpoint."""
-
-    codes: Tensor
-    """float8_e4m3fn, the tensor's own shape."""
-    scale: Tensor
-    """float32 scalar, or one a row: [rows] or [rows, 1]; a value is code x scale."""
-
-
-def _e2m1_magnitudes_(x: Tensor) -> Tensor:
-    """Magnitudes (float32, changed in place) rounded to E2M1, half to even, saturating at 6.
-
-    The grid's step is half the power of two at or below x, and at least 0.5. Adding 1.5 x 2^23 steps pushes all finer
-    bits out of a float32, which rounds them half to even; subtracting it again leaves the rounded value.
-    """
-    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=1.0, max=4.0)
-    push = power.mul_(0.5 * 1.5 * 2**23)
-    return x.add_(push).sub_(push).clamp_(max=E2M1_MAX)
-
-
-def _signed(magnitude: Tensor, like: Tensor) -> Tensor:
-    """The magnitude with the sign of another tensor; -0.0 counts as positive, as in ModelOpt's kernels."""
-    return torch.where(like >= 0, magnitude, -magnitude)
-
-
-def e2m1_round(x: Tensor) -> Tensor:
-    """x rounded to the E2M1 grid, in float32; NaN stays NaN."""
-    return _signed(_e2m1_magnitudes_(x.float().abs()), x)
-
-
-def e2m1_codes(x: Tensor) -> Tensor:
-    """Rounds to E2M1, half to even, saturating at 6: uint8 codes of x's shape.
-
-    The sign bit is set for x < 0, also where x rounds to zero, as ModelOpt packs it. NaN has no E2M1 code and becomes
-    the largest magnitude.
-    """
-    magnitude = _e2m1_magnitudes_(x.float().abs()).nan_to_num_(nan=E2M1_MAX)
-    # 0, 0.5, 1, 1.5, 2 are codes 0 to 4; 3 and 4 are 5 and 6; 6 is 7.
-    codes = torch.where(magnitude <= 2, magnitude * 2, torch.where(magnitude <= 4, magnitude + 2, 7.0))
-    return (codes + (x < 0) * 8.0).to(torch.uint8)
-
-
-def e2m1_decode(codes: Tensor) -> Tensor:
-    """The float32 values of E2M1 codes (uint8, 0 to 15)."""
-    values = torch.tensor(E2M1_VALUES, device=codes.device, dtype=torch.float32)
-    return torch.cat([values, -values])[codes.long()]
-
-
-def pack_e2m1(codes: Tensor) -> Tensor:
-    """Two codes a byte, the even element in the low half: uint8 [..., n] to uint8 [..., n / 2].
-
-    Raises:
-        ValueError: when the last dimension is odd.
-    """
-    if codes.shape[-1] % 2:
-        raise ValueError(f"E2M1 packs pairs; the last dimension of {tuple(codes.shape)} is odd")
-    return (codes[..., 1::2] << 4) | codes[..., 0::2]
-
-
-def unpack_e2m1(packed: Tensor) -> Tensor:
-    """The reverse of pack_e2m1: uint8 [..., n / 2] to uint8 [..., n]."""
-    return torch.stack([packed & 0x0F, packed >> 4], dim=-1).flatten(-2)
-
-
-def e4m3_round(x: Tensor) -> Tensor:
-    """float8_e4m3fn nearest to x, half to even, saturating at 448 (a bare cast would give NaN above 464)."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
-def _blocks(x: Tensor, size: int) -> Tensor:
-    if x.shape[-1] % size:
-        raise ValueError(f"the last dimension of {tuple(x.shape)} is not a multiple of the block size {size}")
-    return x.reshape(*x.shape[:-1], -1, size)
-
-
-def nvfp4_scale_2(amax: Tensor) -> Tensor:
-    """The tensor's float32 scale for its largest magnitude: the largest block scale lands on 448."""
-    return amax.float() / (E2M1_MAX * E4M3_MAX)
-
-
-def nvfp4_quantize(x: Tensor, scale_2: Tensor) -> NVFP4:
-    """Weights [..., n] to NVFP4 as ModelOpt exports them; n must be a multiple of 16.
-
-    A block of zeros gets scale 1; a scale below the smallest E4M3 value is raised to it, so that no scale is zero.
-    """
-    blocks = _blocks(x.float(), NVFP4_BLOCK)
-    scale = blocks.abs().amax(dim=-1) / (E2M1_MAX * scale_2)
-    scale = torch.where(scale == 0, 1.0, scale).clamp(E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
-    codes = e2m1_codes(blocks / (scale.float() * scale_2).unsqueeze(-1)).flatten(-2)
-    return NVFP4(pack_e2m1(codes), scale, scale_2)
-
-
-def nvfp4_dequantize(q: NVFP4, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of an NVFP4 tensor: computed in float32, rounded once to `dtype`."""
-    scale = (q.scale.float() * q.scale_2).unsqueeze(-1)
-    # A table of both values of every byte takes half the look-ups that unpacking first would.
-    pairs = e2m1_decode(unpack_e2m1(torch.arange(256, dtype=torch.uint8, device=q.codes.device).unsqueeze(-1)))
-    values = pairs[q.codes.int()].flatten(-2)
-    return (_blocks(values, NVFP4_BLOCK) * scale).flatten(-2).to(dtype)
-
-
-def nvfp4_fake_quantize(x: Tensor, amax: Tensor) -> Tensor:
-    """x [..., n] through NVFP4 and back in x's type, with block scales taken from x: ModelOpt's dynamic kernel.
-
-    Unlike weights at export, a block whose scale is under 1e-5 becomes zero here, as in the kernel. A last block that
-    is not full is filled with zeros, which do not change its largest magnitude.
-
-    Args:
-        x: Activations or weights.
-        amax: float32 scalar, the calibrated largest magnitude; blocks above it saturate.
-    """
-    if x.numel() == 0:
-        return x.clone()
-    length = x.shape[-1]
-    missing = -length % NVFP4_BLOCK
-    blocks = _blocks(torch.nn.functional.pad(x, (0, missing)) if missing else x, NVFP4_BLOCK).float()
-    scale_2 = nvfp4_scale_2(amax)
-    scale_2 = torch.where(scale_2 > 0, scale_2, 1e-12)
-    magnitude = blocks.abs()
-    block_max = magnitude.amax(dim=-1, keepdim=True)
-    scale = (block_max / (E2M1_MAX * scale_2)).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn).float() * scale_2
-    scale = torch.where(scale >= _KERNEL_TINY_SCALE, scale, 1.0)
-    rounded = _e2m1_magnitudes_(magnitude.div_(scale)).mul_(scale)
-    return _signed(rounded, blocks).flatten(-2)[..., :length].to(x.dtype)
-
-
-def e8m0_decode(codes: Tensor) -> Tensor:
-    """float32 values 2^(code - 127) of E8M0 codes (uint8); 255 is NaN. (OCP MX specification v1.0, section 5.4.1.)"""
-    bits = codes.int() << 23
-    bits = torch.where(codes == 0, 0x00400000, torch.where(codes == 255, 0x7FC00000, bits))
-    return bits.int().view(torch.float32)
-
-
-def e8m0_encode(scale: Tensor) -> Tensor:
-    """uint8 E8M0 codes of the powers of two at or above `scale`, at least 2^-127 and at most 2^127; NaN is 255."""
-    bits = scale.float().view(torch.int32)
-    # Above a power of two the exponent grows by one; 2^-127 is the subnormal 0x400000.
-    codes = ((bits + 0x007FFFFF) >> 23).clamp(0, 254)
-    codes = torch.where(bits <= 0x00400000, 0, codes)
-    return torch.where(scale.isnan(), 255, codes).to(torch.uint8)
-
-
 def _mx_scale(blocks: Tensor, largest: float) -> Tensor:
-    amax = blocks.abs().amax(dim=-1)
-    return torch.where(amax == 0, 127, e8m0_encode(amax / largest)).to(torch.uint8)
+    """E8M0 scales as ModelOpt exports them: 2^-127 for zeros, NaN for a block with a NaN."""
+    exponent = torch.log2(blocks.abs().amax(dim=-1) / largest).ceil().clamp(-127, 127)
+    return torch.where(exponent.isnan(), 255, exponent + 127).to(torch.uint8)
 
 
 def mxfp4_quantize(x: Tensor) -> MXFP4:
-    """x [..., n] to MXFP4; n must be a multiple of 32."""
+    """x [..., n] to MXFP4 with the scales that ModelOpt exports; n must be a multiple of 32.
+
+    Ties go to even, as the specification and ModelOpt's kernel have it; ModelOpt's export rounds them towards zero. A
+    block with a NaN gets the scale NaN; infinities saturate.
+    """
     blocks = _blocks(x.float(), MX_BLOCK)
     scale = _mx_scale(blocks, E2M1_MAX)
     return MXFP4(pack_e2m1(e2m1_codes(blocks / e8m0_decode(scale).unsqueeze(-1)).flatten(-2)), scale)
@@ -213,72 +174,87 @@ def mxfp4_quantize(x: Tensor) -> MXFP4:
 
 def mxfp4_dequantize(q: MXFP4, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of an MXFP4 tensor: computed in float32, rounded once to `dtype`."""
-    blocks = _blocks(e2m1_decode(unpack_e2m1(q.codes)), MX_BLOCK)
-    return (blocks * e8m0_decode(q.scale).unsqueeze(-1)).flatten(-2).to(dtype)
-
-
-def mxfp4_fake_quantize(x: Tensor) -> Tensor:
-    """x [..., n] through MXFP4 and back in x's type; a last block that is not full is filled with zeros."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % MX_BLOCK))
-    return mxfp4_dequantize(mxfp4_quantize(padded), x.dtype)[..., : x.shape[-1]]
+    values = _blocks(e2m1_unpacked(q.codes), MX_BLOCK)
+    return values.mul_(e8m0_decode(q.scale).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def mxfp8_quantize(x: Tensor) -> MXFP8:
-    """x [..., n] to MXFP8; n must be a multiple of 32."""
+    """x [..., n] to MXFP8 as ModelOpt exports it; n must be a multiple of 32.
+
+    A block with a NaN gets the scale NaN; infinities saturate.
+    """
     blocks = _blocks(x.float(), MX_BLOCK)
     scale = _mx_scale(blocks, E4M3_MAX)
-    return MXFP8(e4m3_round(blocks / e8m0_decode(scale).unsqueeze(-1)).flatten(-2), scale)
+    inverse = e8m0_decode(torch.where(scale == 255, scale, 254 - scale))
+    return MXFP8(e4m3_round(blocks * inverse.unsqueeze(-1)).flatten(-2), scale)
 
 
 def mxfp8_dequantize(q: MXFP8, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of an MXFP8 tensor: computed in float32, rounded once to `dtype`."""
-    return (_blocks(q.codes.float(), MX_BLOCK) * e8m0_decode(q.scale).unsqueeze(-1)).flatten(-2).to(dtype)
+    return _blocks(e4m3_decode(q.codes), MX_BLOCK).mul_(e8m0_decode(q.scale).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def mxfp8_fake_quantize(x: Tensor) -> Tensor:
-    """x [..., n] through MXFP8 and back in x's type; a last block that is not full is filled with zeros."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % MX_BLOCK))
-    return mxfp8_dequantize(mxfp8_quantize(padded), x.dtype)[..., : x.shape[-1]]
+# FP8: E4M3 with float32 scales: one a tensor, one a row (channel or token), or one for each square of 128 x 128
+# (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2).
+
+
+class FP8(NamedTuple):
+    """A tensor in FP8, as it lies in a checkpoint."""
+
+    codes: Tensor
+    """float8_e4m3fn, the tensor's own shape."""
+    scale: Tensor
+    """float32: a scalar, one a row ([rows] or [rows, 1]), or one a square; a value is code x scale."""
 
 
 def fp8_scale(amax: Tensor) -> Tensor:
-    """The float32 scale that puts a magnitude of `amax` on 448."""
-    return amax.float() / E4M3_MAX
+    """The float32 scale that puts a magnitude of `amax` on 448; an amax of zero counts as 1."""
+    amax = amax.float()
+    return torch.where(amax == 0, 1.0, amax) / E4M3_MAX
 
 
 def _per_row(scale: Tensor) -> Tensor:
-    return scale.unsqueeze(-1) if scale.dim() == 1 else scale
+    return scale.float().unsqueeze(-1) if scale.dim() == 1 else scale.float()
 
 
 def fp8_quantize(x: Tensor, scale: Tensor) -> FP8:
-    """x to FP8 E4M3 with one scale, or one a row ([rows] or [rows, 1]): divided in float32, rounded once."""
+    """x to FP8 with one scale, or one a row: divided in float32, rounded once; infinities saturate, NaN stays NaN."""
     return FP8(e4m3_round(x.float() / _per_row(scale)), scale)
 
 
 def fp8_dequantize(q: FP8, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of an FP8 tensor: computed in float32, rounded once to `dtype`."""
-    return (q.codes.float() * _per_row(q.scale)).to(dtype)
+    """The values of an FP8 tensor with one scale, or one a row: computed in float32, rounded once to `dtype`."""
+    return e4m3_decode(q.codes).mul_(_per_row(q.scale)).to(dtype)
 
 
-def _block_scales(scale: Tensor, shape: torch.Size, block: int) -> Tensor:
-    rows = scale.repeat_interleave(block, dim=-2)[..., : shape[-2], :]
-    return rows.repeat_interleave(block, dim=-1)[..., : shape[-1]]
-
-
-def fp8_block_quantize(x: Tensor, block: int = 128) -> FP8:
-    """x [..., rows, columns] to FP8 E4M3 with a float32 scale for each square of `block` x `block` values.
-
-    The last squares of a side that does not divide are smaller. A square of zeros gets scale 1.
-    """
+def _squares(x: Tensor, block: int) -> Tensor:
+    """x [..., rows, columns] as [..., ceil(rows / block), block, ceil(columns / block), block], filled with zeros."""
     *_, rows, columns = x.shape
-    padded = torch.nn.functional.pad(x.float(), (0, -columns % block, 0, -rows % block))
-    squares = padded.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
+    if rows % block or columns % block:
+        x = torch.nn.functional.pad(x, (0, -columns % block, 0, -rows % block))
+    *batch, rows, columns = x.shape
+    return x.reshape(*batch, rows // block, block, columns // block, block)
+
+
+def _of_squares(squares: Tensor, shape: torch.Size) -> Tensor:
+    return squares.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]
+
+
+def fp8_block_quantize(x: Tensor, block: int = FP8_BLOCK) -> FP8:
+    """x [..., rows, columns] to FP8 with a float32 scale for each square of block x block values.
+
+    The scale is [..., ceil(rows / block), ceil(columns / block)]: the last squares of a side that does not divide are
+    smaller. In a square of zeros the amax counts as 1.
+    """
+    squares = _squares(x.float(), block)
     scale = fp8_scale(squares.abs().amax(dim=(-3, -1)))
-    scale = torch.where(scale == 0, 1.0, scale)
-    return FP8(e4m3_round(x.float() / _block_scales(scale, x.shape, block)), scale)
+    codes = e4m3_round(_of_squares(squares / scale[..., :, None, :, None], x.shape))
+    return FP8(codes.contiguous(), scale)
 
 
-def fp8_block_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, block: int = 128) -> Tensor:
+def fp8_block_dequantize(
+    codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, block: int = FP8_BLOCK
+) -> Tensor:
     """The values of an FP8 tensor with a scale a square: computed in float32, rounded once to `dtype`.
 
     Args:
@@ -287,7 +263,8 @@ def fp8_block_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torc
         dtype: Of the result.
         block: The side of a square.
     """
-    return (codes.float() * _block_scales(scale, codes.shape, block)).to(dtype)
+    squares = _squares(e4m3_decode(codes), block).mul_(scale.float()[..., :, None, :, None])
+    return _of_squares(squares, codes.shape).to(dtype).contiguous()
 
 
 def amax_of_scale(scale: Tensor, largest: float) -> Tensor:

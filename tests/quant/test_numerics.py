@@ -73,10 +73,17 @@ def test_nvfp4_packs_the_bits_that_modelopt_packs(case: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("case", ["normal", "heavy", "all equal"])
-def test_fake_quantization_equals_the_checkpoint_where_no_block_is_tiny(case: str) -> None:
+def test_fake_quantization_equals_the_checkpoint_but_for_ties_where_no_block_is_tiny(case: str) -> None:
     x = _tensor(case, torch.bfloat16)
-    q = n.nvfp4_quantize(x, n.nvfp4_scale_2(x.abs().max()))
-    assert torch.equal(n.nvfp4_fake_quantize(x, x.abs().max()), n.nvfp4_dequantize(q, torch.bfloat16))
+    scale_2 = n.nvfp4_scale_2(x.abs().max())
+    q = n.nvfp4_quantize(x, scale_2)
+    differing = n.nvfp4_fake_quantize(x, x.abs().max()) != n.nvfp4_dequantize(q, torch.bfloat16)
+    scaled = x.abs().double().unflatten(-1, (-1, 16)) / (q.scale.float() * scale_2).double().unsqueeze(-1)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64)
+    distance = (scaled.flatten(-2).unsqueeze(-1) / ties - 1).abs().amin(dim=-1)
+    # There the kernel's approximate reciprocal decides, and bfloat16 weights under a bfloat16 amax do get there.
+    assert differing.float().mean() < 1e-3
+    assert (distance[differing] < 2**-22).all()
 
 
 def test_a_block_below_the_kernels_threshold_becomes_zero() -> None:

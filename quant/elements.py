@@ -1,0 +1,144 @@
+"""The element formats E2M1, E4M3 and E8M0: rounding, codes, packing. What ends in _ changes its argument.
+
+Sources: OCP Microscaling Formats (MX) specification v1.0, sections 5.3.3 (E2M1), 5.3.1 (E4M3) and 5.4.1 (E8M0).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_TINY = 2.0**-9
+"""The smallest positive E4M3 value."""
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of E2M1 by code; bit 3 of a code is the sign."""
+NVFP4_BLOCK = 16
+MX_BLOCK = 32
+FP8_BLOCK = 128
+"""The side of a square."""
+
+
+def _round_(x: Tensor, mantissa: int, least: float, largest: float) -> Tensor:
+    """Magnitudes (float32) rounded half to even to a small format, saturating; NaN stays NaN.
+
+    The format's step is 2^-mantissa of the power of two at or below x, and no less than at `least`. Adding 1.5 x 2^23
+    steps pushes all finer bits out of a float32, which rounds them half to even; subtracting it again leaves the
+    rounded value.
+    """
+    x.clamp_(max=largest)
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=least, max=largest)
+    push = power.mul_(2.0**-mantissa * 1.5 * 2**23)
+    return x.add_(push).sub_(push)
+
+
+def round_to_e2m1_(magnitude: Tensor) -> Tensor:
+    """float32 magnitudes rounded to E2M1, half to even, saturating at 6; NaN stays NaN."""
+    return _round_(magnitude, mantissa=1, least=1.0, largest=E2M1_MAX)
+
+
+def round_to_e4m3_(magnitude: Tensor) -> Tensor:
+    """float32 magnitudes rounded to E4M3, half to even, saturating at 448; NaN stays NaN."""
+    return _round_(magnitude, mantissa=3, least=2.0**-6, largest=E4M3_MAX)
+
+
+def e2m1_round(x: Tensor) -> Tensor:
+    """x rounded to the E2M1 grid, half to even, saturating at 6, in float32; NaN stays NaN, zeros keep their sign."""
+    return torch.copysign(round_to_e2m1_(x.abs().float()), x)
+
+
+def e2m1_codes(x: Tensor) -> Tensor:
+    """Rounds to E2M1, half to even, saturating at 6: uint8 codes of x's shape.
+
+    The sign bit is set for x < 0, also where x rounds to zero, as ModelOpt packs it. NaN has no E2M1 code and becomes
+    the largest magnitude.
+    """
+    magnitude = round_to_e2m1_(x.abs().float().nan_to_num_(nan=E2M1_MAX))
+    # 0 to 2 go in steps of a half, from there to 4 in steps of one, and then comes 6.
+    codes = (
+        magnitude.clamp(max=2).mul_(2).add_((magnitude - 2).clamp_(0, 2)).add_((magnitude - 4).clamp_(min=0).div_(2))
+    )
+    return codes.to(torch.uint8) | ((x < 0).to(torch.uint8) << 3)
+
+
+def e2m1_decode(codes: Tensor) -> Tensor:
+    """The float32 values of E2M1 codes (uint8, 0 to 15)."""
+    return look_up(_e2m1_table(codes.device), codes)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Two codes a byte, the even element in the low half: uint8 [..., n] to uint8 [..., n / 2].
+
+    Raises:
+        ValueError: when the last dimension is odd.
+    """
+    if codes.shape[-1] % 2:
+        raise ValueError(f"E2M1 packs pairs; the last dimension of {tuple(codes.shape)} is odd")
+    return (codes[..., 1::2] << 4) | codes[..., 0::2]
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """The reverse of pack_e2m1: uint8 [..., n / 2] to uint8 [..., n]."""
+    return torch.stack([packed & 0x0F, packed >> 4], dim=-1).flatten(-2)
+
+
+def e2m1_unpacked(packed: Tensor) -> Tensor:
+    """The float32 values [..., n] of packed E2M1 codes (uint8 [..., n / 2])."""
+    return look_up(_e2m1_pairs(packed.device), packed).view(torch.float32)
+
+
+def e4m3_round(x: Tensor) -> Tensor:
+    """float8_e4m3fn nearest to x, half to even, saturating at 448 (a bare cast would give NaN above 464)."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def e4m3_decode(codes: Tensor) -> Tensor:
+    """The float32 values of float8_e4m3fn codes; on a CPU by a table, which is faster than torch's conversion."""
+    if codes.device.type != "cpu":
+        return codes.float()
+    return look_up(e4m3_table(codes.device), codes.view(torch.uint8))
+
+
+def e8m0_decode(codes: Tensor) -> Tensor:
+    """float32 values 2^(code - 127) of E8M0 codes (uint8); 255 is NaN."""
+    bits = codes.int() << 23
+    bits = torch.where(codes == 0, 0x00400000, torch.where(codes == 255, 0x7FC00000, bits))
+    return bits.int().view(torch.float32)
+
+
+def e8m0_encode(scale: Tensor) -> Tensor:
+    """uint8 E8M0 codes of the least powers of two that are not below `scale`; NaN is 255.
+
+    E8M0 has no sign, zero or infinity: anything up to 2^-127 becomes 2^-127, and anything above 2^127 becomes 2^127.
+    """
+    bits = scale.float().contiguous().view(torch.int32)
+    codes = ((bits + 0x007FFFFF) >> 23).clamp_(0, 254)
+    codes = torch.where(bits <= 0x00400000, 0, codes)
+    return torch.where(scale.isnan(), 255, codes).to(torch.uint8)
+
+
+def look_up(table: Tensor, codes: Tensor) -> Tensor:
+    """The elements of a table [256] at the uint8 codes, in the codes' shape."""
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+@lru_cache(maxsize=8)
+def e4m3_table(device: torch.device) -> Tensor:
+    """The float32 values of all 256 E4M3 codes."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
+
+
+@lru_cache(maxsize=8)
+def _e2m1_table(device: torch.device) -> Tensor:
+    values = torch.tensor(E2M1_VALUES, device=device)
+    return torch.cat([values, -values])
+
+
+@lru_cache(maxsize=8)
+def _e2m1_pairs(device: torch.device) -> Tensor:
+    """Both float32 values of every byte, as one int64: one look-up then gives two values."""
+    codes = unpack_e2m1(torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(-1))
+    return e2m1_decode(codes).view(torch.int64).squeeze(-1)
