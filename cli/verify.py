@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
 
 
@@ -12,9 +13,26 @@ def run(args: Namespace) -> int:
     """Prints each check; exit code 1 when one failed."""
     from halfbyte.quant.verify import verify  # torch takes seconds
 
-    checks = verify(Path(args.checkpoint))
+    checks = verify(Path(args.checkpoint), None if args.source is None else _source(args.source))
     if args.json:
         print(dumps([check.as_dict() for check in checks]), end="")
     else:
         print("\n".join(map(str, checks)))
     return 0 if all(check.passed for check in checks) else 1
+
+
+def _source(name: str) -> Path:
+    """The folder of the original model.
+
+    Raises:
+        UserError: when it cannot be found, is quantized itself, or is one GGUF file.
+    """
+    from halfbyte.quant.checkpoint import quant_format
+    from halfbyte.quant.models import locate
+
+    found = locate(name)
+    if found.gguf_file is not None:
+        raise UserError(f"{name} is a GGUF file, whose tensors have other names", "give a folder with *.safetensors")
+    if quant_format(found.folder) is not None:
+        raise UserError(f"{name} is quantized itself", "give the original model")
+    return found.folder

@@ -31,8 +31,12 @@ def make_model(family: str) -> Any:
         Gemma3TextConfig,
         LlamaConfig,
         LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
     )
 
     shape: dict[str, Any] = {
@@ -44,10 +48,29 @@ def make_model(family: str) -> Any:
         model: Any = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
+    elif family == "qwen3_moe":
+        experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, head_dim=16, tie_word_embeddings=False))
+    elif family == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, tie_word_embeddings=False))
     else:
         layers = ["sliding_attention", "full_attention"]
         model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, head_dim=16, sliding_window=8, layer_types=layers))
     return model.to(torch.bfloat16).eval()
+
+
+def export(family: str, block: QuantizeSpec, tokenizer: Any, folder: Path) -> Path:
+    """Quantizes a random model by `block`; the original is in folder / "source", what is returned is its checkpoint."""
+    source = folder / "source"
+    if not source.is_dir():
+        make_model(family).save_pretrained(source)
+        tokenizer.save_pretrained(source)
+    model = open_original(locate(str(source)), weights=torch.bfloat16, compute=torch.float32, device=CPU)
+    loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True)
+    ptq.calibrate(model, configs.quant_config(block), loop)
+    ptq.settle(model)
+    ptq.export(model, tokenizer, folder / "checkpoint", torch.bfloat16)
+    return folder / "checkpoint"
 
 
 def sequences(count: int = 6) -> list[list[int]]:
