@@ -20,7 +20,7 @@ _E2M1, _E4M3, _E8M0 = (2, 1), (4, 3), (8, 0)
 _ATTRIBUTES: dict[Activations, dict[str, Any]] = {
     "fp8": {"num_bits": _E4M3, "axis": None},
     "fp8_token": {"num_bits": _E4M3, "axis": None, "type": "dynamic", "block_sizes": {-1: None}},
-    "fp8_group": {"num_bits": _E4M3, "axis": None, "type": "dynamic", "block_sizes": {-1: _FP8_GROUP}},
+    "fp8_group": {"num_bits": _E4M3, "axis": None, "type": "dynamic", "block_sizes": {-1: None}},  # see _InGroups
     "nvfp4": {"num_bits": _E2M1, "block_sizes": {-1: NVFP4_BLOCK, "type": "dynamic", "scale_bits": _E4M3}},
     "mxfp4": {"num_bits": _E2M1, "block_sizes": {-1: MX_BLOCK, "type": "dynamic", "scale_bits": _E8M0}},
     "mxfp8": {"num_bits": _E4M3, "block_sizes": {-1: MX_BLOCK, "type": "dynamic", "scale_bits": _E8M0}},
@@ -39,6 +39,25 @@ def prepare(device: torch.device) -> None:
             get_cuda_ext_fp8()  # built and announced on stdout at its first use, which is later than this block
 
 
+class _InGroups(nn.Module):
+    """Rounds each group of 128 values by itself: a quantizer for rows, given groups as rows.
+
+    ModelOpt's quantizers with static blocks take inputs of one shape only.
+    """
+
+    amax = None
+    pre_quant_scale = None
+
+    def __init__(self, of_rows: nn.Module) -> None:
+        super().__init__()
+        self.of_rows = of_rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., n] in its shape; a last group that is not full is filled with zeros."""
+        padded = nn.functional.pad(x, (0, -x.shape[-1] % _FP8_GROUP))
+        return self.of_rows(padded.reshape(-1, _FP8_GROUP)).reshape(padded.shape)[..., : x.shape[-1]]  # type: ignore[no-any-return]
+
+
 def input_quantizer(
     kind: Activations | None,
     scale: Tensor | None,
@@ -47,7 +66,7 @@ def input_quantizer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any | None:
-    """A TensorQuantizer for the inputs of a layer; None where they are left as they are.
+    """ModelOpt's quantizer for the inputs of a layer; None where they are left as they are.
 
     Args:
         kind: What the declared format does to inputs.
@@ -67,7 +86,8 @@ def input_quantizer(
         _configure(quantizer, _ATTRIBUTES[kind], scale, _LARGEST.get(kind, 0.0), device)
     if pre_quant_scale is not None:
         quantizer.pre_quant_scale = pre_quant_scale.to(device=device, dtype=dtype)
-    return quantizer.to(device)
+    quantizer.to(device)
+    return _InGroups(quantizer) if kind == "fp8_group" else quantizer
 
 
 def _configure(

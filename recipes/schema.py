@@ -116,8 +116,8 @@ class EvaluateSpec(_Strict):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type to compute in: auto is the model's own on CUDA, and float32 on a CPU."""
     weights: Literal["folded", "packed"] = "folded"
-    """How a checkpoint's weights are held: dequantized once, or in 4 or 8 bits and dequantized layer by layer while they
-    run, which is slower and takes a third of the memory. The answers are the same."""
+    """How a checkpoint's weights are held: dequantized once, or in 4 or 8 bits and dequantized layer by layer while
+    they run, which is slower and takes a third of the memory. The answers are the same."""
     batch_size: int = Field(default=16, ge=1)
     max_length: int | None = Field(default=None, ge=2)
     """Longest input in tokens; None for the model's own."""
