@@ -104,7 +104,7 @@ class Shards:
                 part = buffer[: min(size, left)]
                 filled = 0
                 while filled < len(part):
-                    count = file.readinto(memoryview(part)[filled:])
+                    count = file.readinto(part[filled:].data)
                     if not count:
                         raise _cut(entry.path)
                     filled += count
@@ -174,7 +174,8 @@ def _sound(entry: dict[str, Any]) -> bool:
     shape, offsets, bits = entry.get("shape"), entry.get("data_offsets"), BITS.get(str(entry.get("dtype")))
     if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2 or bits is None:
         return False
-    return math.prod(shape) * bits == 8 * (offsets[1] - offsets[0]) and min([0, *shape]) == 0
+    fits: bool = math.prod(shape) * bits == 8 * (offsets[1] - offsets[0])
+    return fits and min([0, *shape]) == 0
 
 
 def _take(found: Shards, path: Path, header: dict[str, Any]) -> None:

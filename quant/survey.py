@@ -118,7 +118,7 @@ def _any(words: Words, per_group: int) -> NDArray[np.bool_]:
     out = words[0::per_group]
     for offset in range(1, per_group):
         out = out | words[offset::per_group]
-    return out != 0
+    return np.not_equal(out, 0)
 
 
 def _sample(found: Codes, index: int, part: Bytes) -> None:
@@ -290,16 +290,20 @@ def _numbers(values: NDArray[np.floating[np.typing.NBitBase]]) -> Numbers:
     )
 
 
-_INFINITY = {"BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00), "F32": (np.uint32, 0x7F800000)}
+_BITS_OF = {
+    "BF16": (np.uint16, 0x7FFF, 0x7F80),
+    "F16": (np.uint16, 0x7FFF, 0x7C00),
+    "F32": (np.uint32, 2**31 - 1, 255 << 23),
+}
 
 
 def _kept(shards: Shards, name: str) -> Numbers:
     """Whether all is finite, and whether all is zero; the bits of a float without its sign are ordered as its size."""
-    kind, infinity = _INFINITY.get(shards.dtype(name), (np.uint8, None))
+    kind, magnitude, infinity = _BITS_OF.get(shards.dtype(name), (np.uint8, 0xFF, 0x100))
     top = 0
     values = 0
     for part in shards.chunks(name):
         bits = part.view(kind)
         values += len(bits)
-        top = max(top, int((bits & kind(np.iinfo(kind).max >> 1)).max() if infinity else bits.max()))
-    return Numbers(values=values, zeros=values if top == 0 else 0, not_finite=infinity is not None and top >= infinity)
+        top = max(top, int((bits & kind(magnitude)).max()))
+    return Numbers(values=values, zeros=values if top == 0 else 0, not_finite=top >= infinity)

@@ -68,7 +68,8 @@ def bits(name: str, change: Callable[[Tensor], Tensor]) -> Damage:
 
     def changed(values: Tensors) -> None:
         old = values[name]
-        values[name] = change(old.contiguous().view(torch.uint8)).view(old.dtype).reshape(old.shape)
+        flat = old.contiguous().reshape(-1, old.shape[-1] if old.dim() else 1)
+        values[name] = change(flat.view(torch.uint8)).contiguous().view(old.dtype).reshape(old.shape)
 
     return tensors(changed)
 
