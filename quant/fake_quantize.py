@@ -129,7 +129,7 @@ def _positive_zeros(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _nvfp4_scales(scale_2: float, device: torch.device) -> tuple[float, Tensor, Tensor]:
-    """What takes a block's amax to its E4M3 scale; what scales the E4M3 codes stand for, and the reciprocals of these."""
+    """What takes a block's amax to its E4M3 scale; what the E4M3 codes then scale by, and the reciprocals of that."""
     scales = e4m3_table(device) * scale_2
     scales = torch.where(scales >= _NVFP4_TINY_SCALE, scales, 1.0)
     return float(reciprocal(torch.tensor(scale_2) * E2M1_MAX)), scales, reciprocal(scales)
@@ -204,10 +204,10 @@ def _mx_fake_blocks(x: Tensor, largest: float) -> Tensor:
     """Blocks as ModelOpt's extension converts them; it is built with --use_fast_math and takes subnormals for zeros."""
     magnitude = x.abs().float()
     amax, special = _largest(magnitude)
-    # The approximate reciprocals of 6 and 448 are the nearest float32. A quotient below 2^-126 is flushed to zero, and
-    # so is the scale of 2^-127 that it leads to.
+    # The approximate reciprocals of 6 and 448 are the nearest float32. The quotient is rounded to 24 bits whatever its
+    # exponent and flushed to zero if then below 2^-126, and so is the scale of 2^-127 that zero leads to.
     codes = e8m0_encode(amax.clamp(max=_HUGE) * (1 / largest))
-    codes = torch.where(amax < largest * _TINY, 0, codes)
+    codes = torch.where(amax * (2**24 / largest) < 2**24 * _TINY, 0, codes)
     codes = torch.where((amax < _TINY) | amax.isnan(), 127, codes)
     if int(codes.min()) < 27:  # beside larger values subnormals round to zero anyway
         magnitude = torch.where(magnitude < _TINY, 0.0, magnitude)
