@@ -1,8 +1,9 @@
 """One pass over all bytes of a checkpoint, in the order they lie on disk: what the checks need to know of each tensor.
 
 Nothing is dequantized. Codes are looked at 8 bytes at a time: adding a constant to every magnitude carries into the
-sign bit of those that reach a threshold, so that three operations tell which blocks hold a large value. Histograms of
-codes take each eighth MiB and the first of every tensor; all else takes every byte.
+sign bit of those that reach a threshold, so that three operations tell which blocks hold a large value. How many values
+are at the maximum is counted in each eighth MiB and the first of every tensor; all else takes every byte. It is numpy
+that computes: torch would spread these short operations over threads, which wait for each other on a busy machine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().n
 _E4M3_NORMAL = 8
 """The code of the smallest E4M3 value with full precision."""
 _E8M0_NAN = 255
+_E4M3_MINUS_ZERO = 0x80
 _ZERO_BLOCK = (0x38, 0x7E)
 """The scales, as bytes, that ModelOpt gives a block of zeros: 1, and 448 where a search chose the scales."""
 E4M3_448, E4M3_NAN = 0x7E, 0x7F
@@ -49,7 +51,8 @@ class Codes:
     """Other groups whose largest value is under half the format's maximum, though their scale has full precision."""
     unmarked: int = 0
     """NVFP4 blocks of zeros with another scale than ModelOpt gives those."""
-    _histogram: NDArray[np.int64] = field(default_factory=lambda: np.zeros(256, dtype=np.int64))
+    _sampled: int = 0
+    _at_maximum: int = 0
 
 
 @dataclass
@@ -121,9 +124,15 @@ def _any(words: Words, per_group: int) -> NDArray[np.bool_]:
     return np.not_equal(out, 0)
 
 
-def _sample(found: Codes, index: int, part: Bytes) -> None:
-    if index % _SAMPLED == 0:
-        found._histogram += torch.bincount(torch.from_numpy(part), minlength=256).numpy()
+def _sample(found: Codes, index: int, part: Bytes, bits: int) -> None:
+    if index % _SAMPLED:
+        return
+    found._sampled += len(part) * 8 // bits
+    if bits == 4:
+        signs = _reach(part.view(np.uint64), 7, 4).view(np.uint8)
+        found._at_maximum += sum(int(np.count_nonzero(signs & np.uint8(half))) for half in (0x08, 0x80))
+    else:
+        found._at_maximum += int(np.count_nonzero((part & np.uint8(0x7F)) == E4M3_448))
 
 
 def _codes(shards: Shards, layer: Layer) -> Codes:
@@ -135,14 +144,10 @@ def _codes(shards: Shards, layer: Layer) -> Codes:
             _stacked_fp4(shards, layer, found)
         else:
             _fp4(shards, layer, found)
-        magnitude = found._histogram.reshape(16, 16)
-        top = magnitude[[7, 15]].sum() + magnitude[:, [7, 15]].sum()
-        found.saturated = float(top) / float(2 * max(magnitude.sum(), 1))
     else:
         found.values = entry.end - entry.begin
         _fp8(shards, layer, found)
-        top = found._histogram[[E4M3_448, E4M3_448 | 0x80]].sum()
-        found.saturated = float(top) / float(max(found._histogram.sum(), 1))
+    found.saturated = found._at_maximum / max(found._sampled, 1)
     return found
 
 
@@ -161,7 +166,7 @@ def _fp4(shards: Shards, layer: Layer, found: Codes) -> None:
     scales = None
     done = 0
     for index, part in enumerate(shards.chunks(layer.codes, size)):
-        _sample(found, index, part)
+        _sample(found, index, part, 4)
         words = part.view(np.uint64)
         count = len(part) // size
         high = _any(_reach(words, _HALF_E2M1, 4), size // 8)
@@ -201,7 +206,7 @@ def _stacked_fp4(shards: Shards, layer: Layer, found: Codes) -> None:
     size = codes.shape[1] // scale.shape[1]
     for expert in range(len(codes)):
         turned = codes[expert].T.contiguous().flatten().numpy()
-        _sample(found, expert, turned)
+        _sample(found, expert, turned, 4)
         scales = scale[expert].view(torch.uint8).T.contiguous().flatten().numpy()
         words = turned.view(np.uint64)
         _look_closer(words, ~_any(_reach(words, _HALF_E2M1, 4), size // 8), scales, layer, found)
@@ -216,7 +221,7 @@ def _fp8(shards: Shards, layer: Layer, found: Codes) -> None:
     largest = 0
     done = 0
     for index, part in enumerate(shards.chunks(layer.codes, row * rows)):
-        _sample(found, index, part)
+        _sample(found, index, part, 8)
         magnitudes = part & np.uint8(0x7F)
         top = int(magnitudes.max(initial=0))
         largest = max(largest, min(top, E4M3_448))
@@ -264,17 +269,21 @@ def _scale(shards: Shards, name: str) -> Numbers:
     dtype = shards.dtype(name)
     if dtype not in ("F8_E4M3", "U8", "F8_E8M0"):
         return _numbers(shards[name].float().numpy())
-    counts = np.zeros(256, dtype=np.int64)
+    e4m3 = dtype == "F8_E4M3"
+    special = E4M3_NAN if e4m3 else _E8M0_NAN
+    seen: set[int] = set()
+    count = zeros = 0
     for part in shards.chunks(name):
-        counts += torch.bincount(torch.from_numpy(part), minlength=256).numpy()
-    codes = np.flatnonzero(counts)
-    with np.errstate(over="ignore"):
-        values = _E4M3[codes] if dtype == "F8_E4M3" else np.exp2(codes - 127.0)
-    if dtype != "F8_E4M3":
-        values[codes == _E8M0_NAN] = np.nan
+        low, high = int(part.min()), int(part.max())
+        # Codes below NaN are ordered as their values, so that the ends tell enough.
+        seen |= {low, high} if high < special else {int(code) for code in np.unique(part)}
+        count += len(part)
+        if e4m3 and (low == 0 or high >= _E4M3_MINUS_ZERO):
+            zeros += int(np.count_nonzero((part & np.uint8(0x7F)) == 0))
+    codes = np.array(sorted(seen))
+    values = _E4M3[codes] if e4m3 else np.where(codes == _E8M0_NAN, np.nan, np.exp2(np.minimum(codes, 254) - 127.0))
     found = _numbers(values)
-    found.values = int(counts.sum())
-    found.zeros = int(counts[codes[values == 0]].sum())
+    found.values, found.zeros = count, zeros
     return found
 
 
