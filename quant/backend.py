@@ -1,8 +1,8 @@
 """Our numerics as ModelOpt's CPU kernels: its quantizers run unchanged on a CPU, and on CUDA with its own kernels.
 
-ModelOpt's block formats go through the torch operator tensorrt::dynamic_block_quantize_op, whose implementation for the
-CPU asserts that it is not on one. Here that implementation is replaced, for the CPU's dispatch key alone. One kernel
-(static NVFP4 blocks) is behind no operator; it is in halfbyte.quant.patches.
+ModelOpt's formats go through two torch operators. On a CPU the one for blocks asserts that it is on CUDA, and the one
+for FP8 computes in another order than the CUDA kernel. Both are replaced here, for the CPU's dispatch key alone. One
+kernel (static NVFP4 blocks) is behind no operator; it is in halfbyte.quant.patches.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.quant.numerics import mxfp4_fake_quantize, mxfp8_fake_quantize, nvfp4_fake_quantize
+from halfbyte.quant.fake_quantize import (
+    fp8_fake_quantize,
+    mxfp4_fake_quantize,
+    mxfp8_fake_quantize,
+    nvfp4_fake_quantize,
+)
 from halfbyte.quant.patches import patch_static_nvfp4
 
-BACKEND = "halfbyte"
 _E2M1, _E4M3, _E8M0 = (2, 1), (4, 3), (8, 0)
-BLOCK_FORMATS = {(_E2M1, _E4M3), (_E2M1, _E8M0), (_E4M3, _E8M0)}
-"""Formats of a value and of its block's scale, as (exponent bits, mantissa bits): NVFP4, MXFP4, MXFP8."""
-_library: torch.library.Library | None = None
+_library: Any = None
 
 
 def dynamic_block_quantize(
@@ -59,24 +61,27 @@ def dynamic_block_quantize(
     raise NotImplementedError(f"values of {value} bits with scales of {scale} bits have no implementation on a CPU")
 
 
-def _entry_point(inputs: Tensor, quantizer: Any) -> Tensor:
-    from modelopt.torch.quantization.tensor_quant import dynamic_block_quant
-
-    amax = quantizer.amax if quantizer.amax is not None else inputs.detach().abs().amax()
-    return dynamic_block_quant(inputs, 16, amax.float(), None, _E2M1, _E4M3)  # type: ignore[no-any-return]
-
-
 def register() -> None:
-    """Makes ModelOpt's quantizers work on a CPU; calling it again changes nothing."""
+    """Makes ModelOpt's quantizers work on a CPU as on CUDA; calling it again changes nothing."""
     global _library
-    from modelopt.torch.quantization import tensor_quant  # noqa: F401  (defines the operator)
-    from modelopt.torch.quantization.nn.modules import tensor_quantizer
+    from modelopt.torch.quantization import tensor_quant  # defines the operators
 
     if _library is not None:
         return
+
+    def quantize(
+        inputs: Tensor, amax: Tensor, num_bits: int, exponent_bits: int, *whole_numbers: Any, **more: Any
+    ) -> Tensor:
+        if (num_bits, exponent_bits) == (8, 4):
+            return fp8_fake_quantize(inputs, amax)
+        return tensor_quant._quantize_impl(  # type: ignore[no-any-return]
+            inputs, amax, num_bits, exponent_bits, *whole_numbers, **more
+        )
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch tells of the replacement, which is meant
-        _library = torch.library.Library("tensorrt", "IMPL")
+        library: Any = torch.library.Library  # its methods are untyped
+        _library = library("tensorrt", "IMPL")
         _library.impl("dynamic_block_quantize_op", dynamic_block_quantize, "CPU", allow_override=True)
-    tensor_quantizer.register_quant_backend(BACKEND, _entry_point)
+        _library.impl("quantize_op", quantize, "CPU", allow_override=True)
     patch_static_nvfp4()

@@ -25,6 +25,7 @@ from halfbyte.quant.layouts import (
     FP8_BLOCK,
     KV_FORMATS,
     MIXED_PRECISION,
+    MXFP4,
     NVFP4,
     READABLE,
     SCALE_SUFFIXES,
@@ -128,6 +129,8 @@ def quant_format(folder: Path) -> QuantFormat | None:
     for name in [*layers.values()] if algorithm == MIXED_PRECISION else [algorithm]:
         if name not in READABLE:
             raise UserError(f"{folder} is quantized as {name}, which cannot be read back", f"readable: {READABLE}")
+    if algorithm == MXFP4 and block.get("weight_only"):
+        algorithm = W4A16_MXFP4  # ModelOpt declares both alike, our export tells them apart
     group = block.get("group_size")
     if group not in (None, NVFP4_BLOCK) and algorithm in FORMATS and FORMATS[algorithm].activations == "nvfp4":
         raise UserError(f"{folder} has NVFP4 blocks of {group}", f"blocks of {NVFP4_BLOCK} can be read back")

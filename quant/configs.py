@@ -94,6 +94,9 @@ def quant_config(spec: QuantizeSpec) -> dict[str, Any]:
         config = {"quant_cfg": copy.deepcopy(spec.quant_cfg), "algorithm": spec.algorithm or "max"}
     if spec.kv_cache is not None:
         config["quant_cfg"] = [*config["quant_cfg"], *copy.deepcopy(KV_QUANT_CFG_CHOICES[spec.kv_cache]["quant_cfg"])]
+    for pattern in spec.keep:
+        names = [f"{pattern}.*", *([pattern] if pattern.endswith("*") else [])]
+        config["quant_cfg"] = [*config["quant_cfg"], *({"quantizer_name": name, "enable": False} for name in names)]
     try:
         QuantizeConfig(**config)
     except (ValueError, TypeError, AttributeError) as error:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from halfbyte.quant.configs import SMOOTHING
+from halfbyte.quant.layouts import NVFP4
 from halfbyte.quant.rounding import fused_experts
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.errors import UserError
@@ -29,7 +30,7 @@ def require_smoothable(layers: Iterable[Any], model: nn.Module, config: dict[str
     algorithm = config.get("algorithm")
     entries = algorithm if isinstance(algorithm, list) else [algorithm]
     for entry in entries:
-        options = entry if isinstance(entry, dict) else {"method": entry}
+        options: dict[str, Any] = entry if isinstance(entry, dict) else {"method": entry}
         if options["method"] not in SMOOTHING:
             continue
         skip = options.get("skip_layers") or []
@@ -39,7 +40,7 @@ def require_smoothable(layers: Iterable[Any], model: nn.Module, config: dict[str
             if layer.format and layer.kind == "Linear" and not any(fnmatch(layer.name, pattern) for pattern in skip)
         }
         for name, layer in chosen.items():
-            if layer.format != "NVFP4":
+            if layer.format != NVFP4:
                 raise UserError(
                     f"{name} would be {layer.format} with {options['method']}",
                     "its checkpoints can be read back for NVFP4 weights and inputs",

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, e2m1_round
+from halfbyte.quant.elements import E4M3_MAX
+from halfbyte.quant.fake_quantize import nvfp4_static_fake_quantize
 from halfbyte.records.errors import UserError
 
 MODELOPT = "0.47"
@@ -25,26 +26,6 @@ def require_known_modelopt() -> None:
     found = version("nvidia-modelopt")
     if not found.startswith(f"{MODELOPT}."):
         raise UserError(f"nvidia-modelopt {found} is not supported", f"install 'nvidia-modelopt=={MODELOPT}.*'")
-
-
-def static_nvfp4_fake_quantize(
-    x: Tensor, amax: Tensor, global_amax: Tensor | None = None, largest_scale: float = E4M3_MAX
-) -> Tensor:
-    """x through NVFP4 with calibrated block scales and back, in float32, as ModelOpt's Triton kernel does it.
-
-    Args:
-        x: Weights, a multiple of the number of blocks.
-        amax: The largest magnitude a block stands for; one for each block.
-        global_amax: That of the tensor; None for the largest of `amax`.
-        largest_scale: The E4M3 value the tensor's largest block scale lands on: 448, or 256 for four-over-six.
-    """
-    from modelopt.torch.quantization.tensor_quant import scaled_e4m3_impl
-
-    whole = amax.float().amax() if global_amax is None else global_amax.float()
-    scale = scaled_e4m3_impl(amax.float() / E2M1_MAX, whole * (E4M3_MAX / largest_scale) / E2M1_MAX).reshape(-1, 1)
-    safe = torch.where((scale == 0) | ~torch.isfinite(scale), 1.0, scale)
-    blocks = x.float().reshape(scale.shape[0], -1)
-    return torch.where(scale == 0, 0.0, e2m1_round(blocks / safe) * safe).reshape(x.shape)
 
 
 def patch_static_nvfp4() -> None:
@@ -73,7 +54,8 @@ def patch_static_nvfp4() -> None:
             options = (quantize_block_scales, fp8_max_for_normalization, out_dtype, pass_through_bwd)
             return kernel(ctx, x, amax, global_amax, *options)  # type: ignore[no-any-return]
         tensor_quant._save_for_backward_if_needed(ctx, pass_through_bwd, x, amax)
-        return static_nvfp4_fake_quantize(x, amax, global_amax, fp8_max_for_normalization).to(out_dtype or x.dtype)
+        values = nvfp4_static_fake_quantize(x, amax, global_amax, fp8_max_for_normalization)
+        return values.to(out_dtype or x.dtype)
 
     function.forward = staticmethod(forward)
 

@@ -4,87 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from halfbyte.quant.configs import methods
 from halfbyte.quant.folding import input_shapes, keeps_smoothing, require_smoothable
+from halfbyte.quant.layers import SCALAR, Layer, layers_of, refuse_tied, refuse_unreadable
+from halfbyte.quant.layouts import NVFP4_AWQ, NVFP4_SVD
 from halfbyte.quant.models import Source, empty_model
-from halfbyte.quant.rounding import SQUARE, fused_experts, kept_buffers
+from halfbyte.quant.rounding import kept_buffers
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.errors import UserError
 
-# ModelOpt's names for a layer's format, and what its export declares.
-_DECLARED = {
-    "fp8": "FP8",
-    "fp8_pc_pt": "FP8_PER_CHANNEL_PER_TOKEN",
-    "fp8_pb_wo": "fp8_pb_wo",
-    "nvfp4": "NVFP4",
-    "w4a16_nvfp4": "W4A16_NVFP4",
-    "w4a8_nvfp4_fp8": "W4A8_NVFP4_FP8",
-    "w4a8_mxfp4_fp8": "W4A8_MXFP4_FP8",
-    "mxfp4": "mxfp4",
-    "mxfp8": "MXFP8",
-}
-_AWQ, _SVD = "NVFP4_AWQ", "NVFP4_SVD"
-_QUANTIZERS = (".input_quantizer", ".weight_quantizer", ".k_bmm_quantizer", ".v_bmm_quantizer")
 _KV_NAMES = {((4, 3), False): "FP8", ((2, 1), False): "NVFP4", ((4, 3), True): "FP8", ((2, 1), True): "NVFP4_AFFINE"}
-_SCALAR = 4
-"""Bytes of a float32 scale."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One linear that could be quantized; of a layer's experts, which are stored as linears, each one."""
-
-    name: str
-    kind: str
-    """Its class before quantizers were inserted: Linear, Embedding, ...; Expert for an expert's linear."""
-    shape: tuple[int, ...]
-    """[out, in]."""
-    format: str | None
-    """As a checkpoint declares it: FP8, NVFP4, NVFP4_AWQ, mxfp4, ...; None when it is kept."""
-    block: int = 0
-    """Values that share a scale; 0 where a tensor or a row does."""
-    input_scale: bool = False
-    """Whether a calibrated scale of its inputs is stored."""
-    smoothing: bool = False
-    """Whether a scale for each input is stored, as AWQ and SVDQuant find it."""
-    rank: int = 0
-    """Of SVDQuant's low-rank branch."""
-
-    @property
-    def weights(self) -> int:
-        """Values of its weight."""
-        return math.prod(self.shape)
-
-    def stored_bytes(self, kept: int) -> int:
-        """Bytes in the checkpoint of its weight and all that belongs to it.
-
-        Args:
-            kept: Bytes of a value of what is not quantized.
-        """
-        if self.format is None:
-            return self.weights * kept
-        rows, columns = self.shape
-        scale = _SCALAR if self.input_scale else 0
-        if self.format == "FP8":
-            return self.weights + _SCALAR + scale
-        if self.format == "FP8_PER_CHANNEL_PER_TOKEN":
-            return self.weights + rows * _SCALAR + scale
-        if self.format == "fp8_pb_wo":
-            return self.weights + -(-rows // SQUARE) * -(-columns // SQUARE) * _SCALAR + scale
-        scale += self.weights // self.block  # a block's scale is one byte, E4M3 or E8M0
-        if self.format == "MXFP8":
-            return self.weights + scale
-        if self.format in ("mxfp4", "W4A8_MXFP4_FP8"):
-            return self.weights // 2 + scale
-        smoothing = columns * kept if self.smoothing else 0
-        return self.weights // 2 + scale + _SCALAR + smoothing + self.rank * (rows + columns) * kept
 
 
 @dataclass(frozen=True)
@@ -169,8 +103,8 @@ def plan_of(model: nn.Module, config: dict[str, Any]) -> Plan:
     with quiet_upstream():
         replace_quant_module(model)
         set_quantizer_by_cfg(model, config["quant_cfg"])
-    _refuse_unreadable(model)
-    layers = tuple(_layers(model, kinds, config))
+    refuse_unreadable(model)
+    layers = tuple(layers_of(model, kinds, config))
     if not any(layer.format for layer in layers):
         example = next((layer.name for layer in layers if layer.kind in ("Linear", "Expert")), "(none is a linear)")
         patterns = [entry.get("quantizer_name") for entry in config["quant_cfg"] if entry.get("cfg")]
@@ -178,7 +112,7 @@ def plan_of(model: nn.Module, config: dict[str, Any]) -> Plan:
             f"the recipe matches no layer of the model (quantizers enabled: {', '.join(map(str, patterns)) or 'none'})",
             f"its layers are named like {example}",
         )
-    _refuse_tied(model, layers)
+    refuse_tied(model, layers)
     layers = _with_smoothing(model, layers, config)
     kv_cache, kv_layers, kv_bytes = _kv_cache(model)
     size += kv_bytes
@@ -194,107 +128,6 @@ def plan_of(model: nn.Module, config: dict[str, Any]) -> Plan:
     )
 
 
-def _refuse_tied(model: nn.Module, layers: tuple[Layer, ...]) -> None:
-    """Rounding a weight that another module shares would change that module too, and a loader would tie them again."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter):
-            owners.setdefault(id(weight), []).append(name)
-    quantized = {layer.name for layer in layers if layer.format}
-    for names in owners.values():
-        chosen = [name for name in names if name in quantized]
-        if chosen and len(names) > 1:
-            other = next(name for name in names if name != chosen[0])
-            raise UserError(
-                f"{chosen[0]} shares its weight with {other}, which would be changed with it",
-                f"keep it: {_keeping(chosen[0])}",
-            )
-
-
-def _layers(model: nn.Module, kinds: dict[str, str], config: dict[str, Any]) -> Iterator[Layer]:
-    for name, module in model.named_modules():
-        for tensor in fused_experts(module):
-            weight = getattr(module, tensor)
-            quantizers = getattr(module, f"{tensor}_weight_quantizers")
-            inputs = getattr(module, f"{tensor}_input_quantizer")
-            parts = ("gate_proj", "up_proj") if tensor == "gate_up_proj" else (tensor,)
-            shape = (weight.shape[-2] // len(parts), weight.shape[-1])
-            for index, quantizer in enumerate(quantizers):
-                for part in parts:
-                    yield _layer(f"{name}.{index}.{part}", "Expert", shape, quantizer, inputs, config)
-        quantizer = getattr(module, "weight_quantizer", None)
-        weight = getattr(module, "weight", None)
-        if quantizer is not None and isinstance(weight, nn.Parameter):
-            inputs = getattr(module, "input_quantizer", None)
-            kind = kinds.get(name, type(module).__name__)
-            yield _layer(name, kind, tuple(weight.shape), quantizer, inputs, config)
-
-
-def _layer(name: str, kind: str, shape: tuple[int, ...], quantizer: Any, inputs: Any, config: dict[str, Any]) -> Layer:
-    """What one weight becomes.
-
-    Raises:
-        UserError: when it cannot be exported and read back.
-    """
-    if not quantizer.is_enabled:
-        return Layer(name, kind, shape, None)
-    found = _format(name, quantizer, inputs)
-    if kind == "Conv1D":
-        raise UserError(
-            f"{name} is a Conv1D, as in GPT-2, whose transposed weight cannot be exported and read back yet",
-            f"keep it: {_keeping(name)}",
-        )
-    blocks = quantizer.block_sizes or {}
-    block = 0 if found == "fp8_pb_wo" else int(blocks.get(-1) or 0)
-    if block and shape[-1] % block:
-        raise UserError(
-            f"{name} has {shape[-1]} inputs, which is no multiple of the {found} block of {block}",
-            f"keep it: {_keeping(name)}",
-        )
-    if found == "fp8_pb_wo" and (blocks.get(-1), blocks.get(-2)) != (SQUARE, SQUARE):
-        raise UserError(f"{name} would have FP8 blocks of another size than {SQUARE} x {SQUARE}", "change block_sizes")
-    if found == "fp8_pb_wo" and kind == "Expert" and name.endswith(("gate_proj", "up_proj")) and shape[0] % SQUARE:
-        raise UserError(
-            f"{name} has {shape[0]} outputs: a block of {SQUARE} would hold parts of gate and up, which ModelOpt's"
-            " export splits wrongly",
-            f"keep it: {_keeping(name.rsplit('.', 2)[0])}",
-        )
-    enabled = inputs is not None and inputs.is_enabled
-    if found == "FP8" and not enabled:
-        raise UserError(
-            f"{name} would have an FP8 weight and unquantized inputs, which cannot be read back yet",
-            "quantize its inputs too: enable '*input_quantizer' with num_bits [4, 3]",
-        )
-    constant = enabled and inputs._constant_amax is not None
-    measured = enabled and not inputs._dynamic and not inputs.is_mx_format and any(methods(config))
-    return Layer(name, kind, shape, found, block, constant or measured)
-
-
-def _format(name: str, quantizer: Any, inputs: Any) -> str:
-    from modelopt.torch.export.quant_utils import get_quantization_format
-
-    holder = nn.Module()
-    holder.weight, holder.weight_quantizer = nn.Parameter(torch.empty(0, device="meta")), quantizer
-    if inputs is not None:
-        holder.input_quantizer = inputs
-    blocks = quantizer.block_sizes or {}
-    scale = tuple(blocks.get("scale_bits") or ())
-    if scale == (8, 0) and quantizer.num_bits not in ((2, 1), (4, 3)):
-        found: Any = "MXINT8" if quantizer.num_bits == 8 else f"MXFP{1 + sum(quantizer.num_bits)}"
-    else:
-        try:
-            found = get_quantization_format(holder)
-        except (NotImplementedError, AssertionError):
-            found = f"num_bits {quantizer.num_bits} with block_sizes { ({str(k): v for k, v in blocks.items()}) }"
-    if found not in _DECLARED:
-        raise UserError(
-            f"{name} would be quantized as {found}, which cannot be exported and read back",
-            f"supported: {', '.join(_DECLARED.values())}",
-        )
-    return _DECLARED[found]
-
-
 def _with_smoothing(model: nn.Module, layers: tuple[Layer, ...], config: dict[str, Any]) -> tuple[Layer, ...]:
     """The layers as they are after AWQ or SVDQuant: their format, and where a smoothing scale is left to store."""
     rank, chosen = require_smoothable(layers, model, config)
@@ -302,44 +135,11 @@ def _with_smoothing(model: nn.Module, layers: tuple[Layer, ...], config: dict[st
         return layers
     kept = chosen if rank else keeps_smoothing(model, chosen)
     return tuple(
-        replace(layer, format=_SVD if rank else _AWQ, smoothing=layer.name in kept, rank=rank)
+        replace(layer, format=NVFP4_SVD if rank else NVFP4_AWQ, smoothing=layer.name in kept, rank=rank)
         if layer.name in chosen
         else layer
         for layer in layers
     )
-
-
-def _keeping(name: str) -> str:
-    return f"add {{quantizer_name: '*{name}*', enable: false}} to quant_cfg"
-
-
-def _refuse_unreadable(model: nn.Module) -> None:
-    """Refuses quantizers whose work an exported checkpoint would not hold or could not be read back with."""
-    from modelopt.torch.quantization.nn import SequentialQuantizer, TensorQuantizer
-
-    experts = {
-        f"{name}.{tensor}_{kind}"
-        for name, module in model.named_modules()
-        for tensor in fused_experts(module)
-        for kind in ("weight_quantizers", "input_quantizer")
-    }
-    for name, module in model.named_modules():
-        if not isinstance(module, TensorQuantizer) or not module.is_enabled:
-            continue
-        if module.rotate_is_enabled:
-            raise UserError(
-                f"{name} would rotate its values, which cannot be exported", "choose a recipe without rotate"
-            )
-        if name in experts or name.rpartition(".")[0] in experts:
-            continue
-        if not name.endswith(_QUANTIZERS) or isinstance(module, SequentialQuantizer):
-            parts = name.split(".")  # ending in a number where there are several of them
-            at = next(i for i, part in enumerate(parts) if "quantizer" in part)
-            parent = ".".join(parts[:at])
-            raise UserError(
-                f"{parent} would be quantized through {parts[at]}, which cannot be exported and read back yet",
-                f"keep it: {_keeping(parent)}",
-            )
 
 
 def _kv_cache(model: nn.Module) -> tuple[str | None, int, int]:
@@ -361,11 +161,11 @@ def _kv_cache(model: nn.Module) -> tuple[str | None, int, int]:
         found |= {str(kind) for kind in kinds}
         layers += 1
         if not enabled[0]._use_constant_amax:
-            size += 2 * _SCALAR
+            size += 2 * SCALAR
         affine += [quantizer for quantizer in enabled if quantizer.bias]
     if len(found) > 1:
         raise UserError("the recipe gives the KV cache several formats", "a checkpoint can declare one")
     for quantizer, shape in zip(affine, input_shapes(model, affine) if affine else (), strict=True):
         taken = {axis % len(shape) for axis in quantizer.bias if isinstance(axis, int)}
-        size += _SCALAR * math.prod(1 if axis in taken else length for axis, length in enumerate(shape))
+        size += SCALAR * math.prod(1 if axis in taken else length for axis, length in enumerate(shape))
     return next(iter(found), None), layers, size

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from halfbyte.quant.backend import register
-from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, amax_of_scale
+from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, FP8_BLOCK, amax_of_scale
 from halfbyte.quant.patches import fused_once
-from halfbyte.quant.rounding import SQUARE, Unstable, kept_buffers, quantized_weights, round_in_place
+from halfbyte.quant.rounding import Unstable, kept_buffers, quantized_weights, round_in_place
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.digests import file_digest
 from halfbyte.records.errors import UserError
@@ -172,7 +172,7 @@ def settle(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
         _complete(weight.values, weight.quantizer)
         unstable.append(round_in_place(weight, dtype))
         weight.quantizer.disable_quant()
-    model._halfbyte_unstable = [found for found in unstable if found is not None]
+    model.__dict__["_unstable"] = [found for found in unstable if found is not None]
 
 
 def _kept(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tensor, torch.dtype]]:
@@ -191,8 +191,8 @@ def _complete(values: Tensor, quantizer: Any) -> None:
     dynamic = blocks.get("scale_bits") == (8, 0)
     if getattr(quantizer, "_amax", None) is None and not dynamic:
         quantizer.amax = values.detach().abs().amax().float()  # an algorithm that searches linears passes experts by
-    if blocks.get(-2) == SQUARE:
-        rows, columns = (-(-side // SQUARE) for side in values.shape)
+    if blocks.get(-2) == FP8_BLOCK:
+        rows, columns = (-(-side // FP8_BLOCK) for side in values.shape)
         quantizer._amax = quantizer._amax.reshape(rows, 1, columns, 1)  # a single square would become a scalar
 
 
@@ -220,7 +220,7 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: P
     from modelopt.torch.export import export_hf_checkpoint
 
     weight_only = _is_mxfp4_weight_only(model)
-    unstable: list[Unstable] = model.__dict__.pop("_halfbyte_unstable", [])
+    unstable: list[Unstable] = model.__dict__.pop("_unstable", [])
     with torch.no_grad():
         for values, where, original in unstable:
             values[where] = original

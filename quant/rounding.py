@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halfbyte.quant.numerics import (
     E4M3_MAX,
+    FP8_BLOCK,
     e2m1_round,
     e4m3_round,
     fp8_dequantize,
@@ -19,9 +20,6 @@ from halfbyte.quant.numerics import (
     mxfp8_dequantize,
     mxfp8_quantize,
 )
-
-SQUARE = 128
-"""The side of a block of FP8_2D_BLOCKWISE."""
 
 
 class Weight(NamedTuple):
@@ -93,8 +91,8 @@ def as_layer(weight: Weight) -> nn.Module:
 
 def _squares(scale: Tensor, shape: torch.Size) -> Tensor:
     """A scale for each value: scales of squares in any of ModelOpt's shapes, expanded to a weight [out, in]."""
-    rows, columns = (-(-side // SQUARE) for side in shape)
-    expanded = scale.reshape(rows, columns).repeat_interleave(SQUARE, dim=0).repeat_interleave(SQUARE, dim=1)
+    rows, columns = (-(-side // FP8_BLOCK) for side in shape)
+    expanded = scale.reshape(rows, columns).repeat_interleave(FP8_BLOCK, dim=0).repeat_interleave(FP8_BLOCK, dim=1)
     return expanded[: shape[0], : shape[1]]
 
 
@@ -135,8 +133,9 @@ def rounded(weight: Weight) -> Tensor:
     if scale_2 is None:
         raise NotImplementedError(f"{weight.name} is quantized as {kind}")
     step = (scale.float() * scale_2).unsqueeze(-1)
-    blocks = x.float().unflatten(-1, (scale.shape[-1], -1))
-    return (e2m1_round(blocks / step) * step).flatten(-2).to(x.dtype)
+    blocks = x.float().reshape(*scale.shape, -1)
+    values: Tensor = (e2m1_round(blocks / step) * step).flatten(-2).to(x.dtype)
+    return values
 
 
 class Unstable(NamedTuple):
@@ -168,8 +167,8 @@ def round_in_place(weight: Weight, dtype: torch.dtype) -> Unstable | None:
     if bool(moved.any()):
         blocks = weight.quantizer.block_sizes or {}
         size = int(blocks.get(-1) or once.shape[-1])
-        block = moved.unflatten(-1, (-1, size)).any(dim=-1, keepdim=True).expand(*moved.shape[:-1], -1, size)
-        where = block.flatten(-2)
+        block = moved.reshape(*moved.shape[:-1], -1, size).any(dim=-1)
+        where = block.repeat_interleave(size, dim=-1)
         found = Unstable(weight.values, where, weight.values[where].clone())
     weight.values.copy_(once)
     return found

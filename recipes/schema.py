@@ -58,8 +58,10 @@ class QuantizeSpec(_Strict):
     """ModelOpt's ordered list of quantizer entries, inline."""
     algorithm: str | dict[str, Any] | None = None
     """ModelOpt's calibration algorithm; only beside an inline quant_cfg."""
-    kv_cache: Literal["fp8", "fp8_cast", "nvfp4", "nvfp4_cast"] | None = None
+    kv_cache: Literal["fp8", "fp8_cast", "fp8_affine", "nvfp4", "nvfp4_cast", "nvfp4_affine"] | None = None
     """KV-cache quantizers added to a preset or an inline quant_cfg."""
+    keep: list[str] = []
+    """Layers that stay as they are whatever the recipe or preset says, by name or pattern: lm_head, '*.layers.0.*'."""
     calibration: CalibrationSpec
 
     @model_validator(mode="after")

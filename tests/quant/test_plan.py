@@ -126,7 +126,7 @@ def test_a_block_that_does_not_divide_the_inputs_is_refused(tmp_path: Path) -> N
     from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig(**{**SMALL, "intermediate_size": 112})).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"down_proj has 112 inputs, which is no multiple of the mxfp4 block of 32"):
+    with pytest.raises(UserError, match=r"down_proj has 112 inputs, which is no multiple of the MXFP4 block of 32"):
         _plan(tmp_path, spec("MXFP4_DEFAULT_CFG"))
 
 
