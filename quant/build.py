@@ -108,7 +108,8 @@ class Builder:
 
     def values(self, layer: Layer, dtype: torch.dtype | None = None) -> Tensor:
         """A weight's values in the computing type or another, where the checkpoint's files are."""
-        return self._packed(layer)(dtype or self.dtype)
+        values: Tensor = self._packed(layer)(dtype or self.dtype)
+        return values
 
     def stacked_values(self, layer: Layer) -> Tensor:
         """The values of experts that are stored in one tensor, [experts, in, out], filled expert by expert."""

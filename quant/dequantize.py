@@ -115,8 +115,15 @@ def _plan(
 
 def _reading(builder: Builder, layer: Layer) -> Callable[[], Tensor]:
     if layer.parameter != "weight":
-        return lambda: builder.stacked_values(layer)
-    return lambda: _whole_weight(builder, layer)
+        return lambda: _finite(builder.stacked_values(layer), layer.codes)
+    return lambda: _finite(_whole_weight(builder, layer), layer.codes)
+
+
+def _finite(values: Tensor, name: str) -> Tensor:
+    """Values after rounding to the chosen type, of which none may have become infinite."""
+    if values.dtype == torch.float16 and not bool(torch.isfinite(values).all()):
+        raise UserError(f"{name} has values that float16 cannot hold", "use --dtype bfloat16 or float32")
+    return values
 
 
 def _whole_weight(builder: Builder, layer: Layer) -> Tensor:
@@ -137,12 +144,7 @@ def _kept(tensors: Tensors, name: str, dtype: torch.dtype) -> _Plain:
     convert = stored in (torch.float16, torch.bfloat16) and stored != dtype
 
     def read() -> Tensor:
-        values = tensors[name]
-        if not convert:
-            return values
-        if dtype == torch.float16 and bool((values.float().abs() > torch.finfo(dtype).max).any()):
-            raise UserError(f"{name} has values that float16 cannot hold", "use --dtype bfloat16 or float32")
-        return values.to(dtype)
+        return _finite(tensors[name].to(dtype), name) if convert else tensors[name]
 
     kept = dtype if convert else stored
     return _Plain(shape, kept, read, math.prod(shape) * (kept.itemsize if kept else tensors[name].dtype.itemsize))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -199,19 +200,24 @@ def hub_names(model: PreTrainedModel) -> Callable[[str], str]:
     conversions, known = _conversions(model), model.state_dict()
     if not conversions:
         return lambda name: name
-    from modelopt.torch.export.quant_aware_conversion import build_reverse_name_mapper
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    back: Any = build_reverse_name_mapper(model)
+
+    @cache
+    def back() -> Callable[[str], str]:
+        from modelopt.torch.export.quant_aware_conversion import build_reverse_name_mapper
+
+        return build_reverse_name_mapper(model) or str
 
     def rename(name: str) -> str:
-        found = rename_source_key(name, renamings, converters, model.base_model_prefix, known)[0]
-        if back is None or name in known or found in known or ".experts." not in name:
+        if name in known or ".experts." not in name:
+            return name
+        if rename_source_key(name, renamings, converters, model.base_model_prefix, known)[0] in known:
             return name
         module, _, leaf = name.rpartition(".")
-        return f"{back(module)}.{leaf}"
+        return f"{back()(module)}.{leaf}"
 
     return rename
 

@@ -1,4 +1,4 @@
-"""Weights in 4 or 8 bits give the answers of folded ones bit for bit, take a third of the memory, and lie in the file."""
+"""Weights in 4 or 8 bits give the answers of folded ones bit for bit, take a third of their memory, and are mapped."""
 
 from __future__ import annotations
 

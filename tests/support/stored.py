@@ -1,4 +1,4 @@
-"""Checkpoints in any stored format, made from a plain model with the numerics alone, as ModelOpt and others lay them out."""
+"""Checkpoints in any stored format, made from a plain model with the numerics alone, laid out as exporters do."""
 
 from __future__ import annotations
 
