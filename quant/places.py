@@ -75,7 +75,7 @@ def find_places(tensors: Tensors, declared: QuantFormat, model: PreTrainedModel)
         UserError: when a layer is stored in another format than declared, a tensor of a quantized layer belongs to no
             layer of the model, or no weight is quantized at all.
     """
-    rename, skipped = _renaming(model), _skipped(model)
+    rename, skipped = renaming(model), _skipped(model)
     modules = dict(model.named_modules())
     places, used, quantized = Places(), set[str](), 0
     for name in tensors:
@@ -88,6 +88,7 @@ def find_places(tensors: Tensors, declared: QuantFormat, model: PreTrainedModel)
         require_declared(layer, declared)
         used |= set(layer.tensors)
         _place(places, layer, rename, modules)
+    _require_untied(places, model)
     if not quantized:
         raise UserError(
             f"the checkpoint declares {declared.label}, but no weight in it is quantized",
@@ -107,6 +108,16 @@ def find_places(tensors: Tensors, declared: QuantFormat, model: PreTrainedModel)
             else:
                 places.plain.append(name)
     return places
+
+
+def _require_untied(places: Places, model: PreTrainedModel) -> None:
+    """Refuses a quantized head that the configuration ties to embeddings: loaders would use one of the two for both."""
+    head = next((name for name in places.linears if name.rpartition(".")[2] == "lm_head"), None)
+    if head is not None and getattr(model.config, "tie_word_embeddings", False):
+        raise UserError(
+            f"{head} is quantized, but the configuration ties it to the embeddings",
+            "keep lm_head out of the quantization, or export the model untied",
+        )
 
 
 def require_declared(layer: Layer, declared: QuantFormat) -> None:
@@ -174,7 +185,7 @@ def _conversions(model: PreTrainedModel) -> list[Any]:
     return list(get_model_conversion_mapping(model))
 
 
-def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
+def renaming(model: PreTrainedModel) -> Callable[[str], str]:
     """From a checkpoint's tensor names to the model's, as transformers renames them when it loads a model."""
     conversions, known = _conversions(model), model.state_dict()
     if not conversions:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stored import write
 from tiny import FORMATS, make_model, quantize_both, spec
 
 from halfbyte.quant.checkpoint import quant_format, shard_files
@@ -44,6 +45,36 @@ def test_logits_read_back_equal_those_in_memory_bit_for_bit(
         for name, weight in both.weights.items():
             torch.testing.assert_close(weight, parameters[f"{name}.weight"], rtol=3e-7 if apart else 0, atol=0)
         assert torch.equal(memory, read)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("preset", ["fp8", "nvfp4", "w4a16_nvfp4", "mxfp8", "fp8_per_channel_per_token"])
+def test_experts_read_back_answer_as_those_in_memory(
+    family: str, preset: str, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    make_model(family).save_pretrained(tmp_path / "model")
+    for compute in (torch.float32, torch.bfloat16):
+        _, memory, read = quantize_both(
+            tmp_path / "model", tiny_tokenizer, tmp_path / str(compute), spec(preset), compute, INPUTS
+        )
+        assert torch.equal(memory, read)
+
+
+def test_a_quantized_head_that_is_tied_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    own = {"quant_algo": "W4A16_NVFP4", "exclude_modules": ["model.embed_tokens"]}
+    model = make_model("qwen2")
+    write(
+        model,
+        tmp_path / "checkpoint",
+        lambda name: "W4A16_NVFP4" if name.endswith(("_proj", "head")) else None,
+        own_file=own,
+        tokenizer=tiny_tokenizer,
+    )
+    load(ModelSpec(id=str(tmp_path / "checkpoint")), device="cpu")
+    path = tmp_path / "checkpoint" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    with pytest.raises(UserError, match="lm_head is quantized, but the configuration ties it"):
+        load(ModelSpec(id=str(tmp_path / "checkpoint")), device="cpu")
 
 
 def test_quantization_changes_the_answers(tmp_path: Path, tiny_tokenizer: Any) -> None:
