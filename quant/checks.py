@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfbyte.quant.checkpoint import QuantFormat, quant_format, read_config
-from halfbyte.quant.layouts import Layer, find_layer, is_scale
+from halfbyte.quant.layouts import Layer, is_scale
 from halfbyte.quant.shards import Shards, open_shards
 from halfbyte.quant.survey import Survey, survey
 from halfbyte.records.errors import UserError
@@ -140,7 +140,7 @@ def open_checkpoint(folder: Path, source: Path | None = None) -> Checkpoint:
     layers, incomplete, misfits = [], [], []
     for name in shards:
         try:
-            layer = find_layer(shards, name)
+            layer = shards.layer(name)
         except UserError as error:
             scale = f"{name}_scale"
             if scale in shards and (shards.dtype(name) != "U8" or f"{name}_scale_2" in shards):

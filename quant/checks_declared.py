@@ -70,8 +70,8 @@ def _kept(at: Checkpoint) -> Iterator[str]:
             yield f"{module} is quantized; loaders expect it in high precision"
         if at.declared.excludes(module):
             yield f"{module} is quantized and on the exclude list"
-    if at.declared.algorithm == MIXED_PRECISION:
-        return  # it lists what is quantized instead
+    if at.declared.algorithm == MIXED_PRECISION or at.declaration.get("quant_method") in ("fp8", "mxfp4"):
+        return  # what is quantized is listed instead, or known to the loaders of these models
     for name in at.shards:
         module, _, leaf = name.rpartition(".")
         if (

@@ -41,7 +41,6 @@ _FACTOR, _SLACK = 1.7, 0.01
 _BLOCK_ERROR = 0.75
 _ROWS = 1024  # a multiple of FP8's squares
 _SQUARE = 128
-# The weights of a decoder layer past the last are those of multi-token prediction, which transformers leaves out.
 _NUMBER = re.compile(r"\.layers\.(\d+)\.")
 _CODE_BITS = {"fp8": 8.0, "fp8_channel": 8.0, "fp8_block": 8.0, "nvfp4": 4.0, "mxfp4": 4.0, "mxfp8": 8.0}
 _SIZE_SLACK = 0.01
@@ -67,7 +66,8 @@ def _weight_error(at: Checkpoint) -> Iterator[str]:
     for layer in at.layers:
         name = source_name(at, layer)
         if name is None:
-            if not layer.codes.endswith("_blocks"):  # the original of these has no other weights
+            # The original of blocks has no other weights, and transformers saves none that predict further tokens.
+            if not (layer.codes.endswith("_blocks") or _is_further(at, layer.codes)):
                 yield f"{layer.codes} has no counterpart in the source"
             continue
         original = at.source[name].float()
@@ -82,6 +82,12 @@ def _weight_error(at: Checkpoint) -> Iterator[str]:
             yield f"{layer.codes} stands for a weight of {list(weight.shape)}, the source has {list(original.shape)}"
             continue
         yield from _compare(at, layer, weight, original)
+
+
+def _is_further(at: Checkpoint, name: str) -> bool:
+    """Whether a tensor belongs to a layer behind the last, which predicts further tokens."""
+    number, last = _NUMBER.search(name), at.text_config.get("num_hidden_layers")
+    return number is not None and isinstance(last, int) and int(number[1]) >= last
 
 
 def _compare(at: Checkpoint, layer: Layer, weight: Tensor, original: Tensor) -> Iterator[str]:
@@ -183,12 +189,13 @@ def _kept_weights(at: Checkpoint) -> Iterator[str]:
         elif not torch.equal(ours, theirs.to(ours.dtype)):
             yield f"{name} is kept and differs from the source's"
     quantized = {source_name(at, layer) for layer in at.layers}
-    last = at.text_config.get("num_hidden_layers")
     for name in at.source:
-        number = _NUMBER.search(name)
-        extra = number is not None and isinstance(last, int) and int(number[1]) >= last
         tied = at.tied and name.endswith("lm_head.weight")
-        if name not in at.shards and name not in quantized and not (extra or tied or name.endswith("inv_freq")):
+        if (
+            name not in at.shards
+            and name not in quantized
+            and not (_is_further(at, name) or tied or name.endswith("inv_freq"))
+        ):
             yield f"{name} is in the source and not in the checkpoint"
 
 

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from halfbyte.quant.layouts import Layer, find_layer
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import read_json
 
@@ -74,6 +75,10 @@ class Shards:
     def dtype(self, name: str) -> str:
         """The tensor's type as safetensors names it."""
         return self.entries[name].dtype
+
+    def layer(self, name: str) -> Layer | None:
+        """The quantized weight whose codes are this tensor; see layouts.find_layer."""
+        return find_layer(self, name)
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole tensor, as a copy in memory; scales of type F8_E8M0 as uint8."""

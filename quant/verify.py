@@ -8,14 +8,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halfbyte.quant import checks_codes, checks_declared, checks_files, checks_scales, checks_shapes, checks_source
+from halfbyte.quant import (
+    checks_codes,
+    checks_declared,
+    checks_files,
+    checks_model,
+    checks_scales,
+    checks_shapes,
+    checks_source,
+)
 from halfbyte.quant.checkpoint import quant_format, read_config
 from halfbyte.quant.checks import Check, open_checkpoint
 from halfbyte.records.errors import UserError
 
 __all__ = ["RULES", "SOURCE_RULES", "Check", "verify"]
 
-_WITHOUT_SOURCE = (checks_files, checks_declared, checks_shapes, checks_scales, checks_codes)
+_WITHOUT_SOURCE = (checks_files, checks_declared, checks_shapes, checks_model, checks_scales, checks_codes)
 RULES = tuple(rule for module in _WITHOUT_SOURCE for rule in module.RULES)
 SOURCE_RULES = checks_source.RULES
 
