@@ -4,7 +4,7 @@ Triton's float32 `a / b`, and CUDA's under --use_fast_math, is a x rcp.approx(b)
 into 128 pieces and evaluates c0 - c1 t + c2 t^2 on each, in fixed point, with a squarer that leaves its low columns out
 (Oberman and Siu, "A High-Performance Area-Efficient Multifunction Interpolator", ARITH 2005). The coefficients below
 were recovered from what rcp.approx.ftz.f32 gave for all 2^23 mantissas on an H200: on each piece a single set of
-integers fits, and with them every result is met. tests/quant/test_gpu_numerics.py asks the GPU it runs on again.
+integers fits, and with them every result is met (tests/support/recover_reciprocal.py).
 """
 
 from __future__ import annotations

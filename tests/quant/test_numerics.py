@@ -155,8 +155,8 @@ def test_no_value_is_moved_by_more_than_half_a_step(x: Tensor, name: str) -> Non
     back, scale = _there_and_back(name, x)
     mantissa = FORMATS[name]
     least = 2.0**-mantissa if mantissa == 1 else 2.0**-9
-    # Half a step is 2^-(mantissa + 1) of the power of two below a value. NVFP4's block scale is rounded to E4M3 and may be
-    # too small by a part in 16; the largest value then moves down to 6 of it, which is less than half a step.
+    # Half a step is 2^-(mantissa + 1) of the power of two below a value. As it is rounded to E4M3, a scale of NVFP4
+    # may be too small by a part in 16; the largest value then moves down to 6, which is less than half a step.
     half = torch.maximum(x.abs() * 2.0 ** -(mantissa + 1), scale * least / 2)
     assert ((back - x).abs() <= half * (1 + 2**-20)).all()
 

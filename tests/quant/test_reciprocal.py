@@ -6,7 +6,9 @@ import hashlib
 
 import pytest
 import torch
+from recover_reciprocal import recover
 
+from halfbyte.quant import reciprocal as module
 from halfbyte.quant.reciprocal import divide, reciprocal
 
 # SHA-256 of rcp.approx.ftz.f32 of all float32 in [1, 2) in order, as little-endian float32, measured on an H200.
@@ -23,6 +25,10 @@ def test_all_mantissas_give_what_an_h200_gave() -> None:
     nearest = (1 / _mantissas(0).double()).float()
     units = result.view(torch.int32) - nearest.view(torch.int32)
     assert torch.unique(units, return_counts=True)[1].tolist() == [374_723, 7_280_086, 733_799]
+
+
+def test_no_other_integers_give_these_results() -> None:
+    assert recover(reciprocal(_mantissas(0))) == list(zip(module._C0, module._C1, module._C2, strict=True))
 
 
 @pytest.mark.parametrize("exponent", [-126, -20, 5, 125])
