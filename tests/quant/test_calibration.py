@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import make_model, sequences
+from tiny import make_model, sequences, spec
 
-from halfbyte.quant import calibration
+from halfbyte.quant import calibration, configs, ptq
 from halfbyte.records.errors import UserError
 
 
@@ -60,3 +60,29 @@ def test_cutting_texts_leaves_the_tokenizer_as_it_was(tiny_tokenizer: Any) -> No
 def test_texts_without_a_token_are_an_error(tiny_tokenizer: Any) -> None:
     with pytest.raises(UserError, match="hold no token"):
         calibration.tokenize(["", ""], tiny_tokenizer, 8)
+
+
+def _smoothing(texts: list[list[int]], tokens_per_row: int, *, pack: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """AWQ's scale for each layer, and how many forward passes it took to find them."""
+    model = make_model("llama").float()
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    model.register_forward_hook(count)
+    loop = calibration.forward_loop(texts, tokens_per_row=tokens_per_row, pack=pack)
+    ptq.calibrate(model, configs.quant_config(spec("NVFP4_AWQ_LITE_CFG")), loop)
+    return {name: value for name, value in model.named_buffers() if name.endswith("_pre_quant_scale")}, passes
+
+
+def test_awq_finds_the_same_scales_for_packed_texts_in_fewer_passes() -> None:
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(0, 384, (24,), generator=generator).tolist() for _ in range(16)]
+    packed, few = _smoothing(texts, 24 * 8, pack=True)
+    single, many = _smoothing(texts, 24 * 8, pack=False)
+    assert (few, many) == (4, 32)  # AWQ sees all texts twice
+    assert len(packed) == 14
+    for name, scale in packed.items():
+        torch.testing.assert_close(scale, single[name], rtol=1e-5, atol=0)
