@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from statistics import median
 
 import torch
 
@@ -19,6 +18,7 @@ from halfbyte.quant.checks import Checkpoint, Rule
 from halfbyte.quant.layouts import FORMATS, KV_SUFFIXES, Layer, is_kv
 from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX
 from halfbyte.recipes.find import load_recipe
+from halfbyte.recipes.schema import QuantizeSpec
 from halfbyte.records.run import RunFolder
 
 # Largest magnitudes of weights, and of activations, that a trained model can have; far beyond any seen.
@@ -28,12 +28,6 @@ _ACTIVATIONS = (1e-6, 1e7)
 # was better; inputs in FP8 leave room for a sixth of that.
 _LARGEST_SCALE = (112.0, 448.0)
 _LARGEST_SCALE_W4A8 = (16.0, 80.0)
-_EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<projection>\w+)$")
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_FALLBACK = 0.5
-"""The amax ModelOpt gives an expert's inputs when no expert was calibrated."""
-# An expert with few tokens has a smaller input, one with a massive activation a larger one; weights vary less.
-_APART = {"input_scale": (1e-3, 1e4), "weight_scale_2": (1 / 32, 32.0), "weight_scale": (1 / 32, 32.0)}
 
 
 def _finite(at: Checkpoint) -> Iterator[str]:
@@ -97,6 +91,8 @@ def _calibrated(at: Checkpoint) -> Iterator[str]:
     for suffix, what in (("input_scale", "activations"), ("weight_scale_2", "weights"), ("weight_scale", "weights")):
         named = {name: numbers for name, numbers in at.seen.scales.items() if name.endswith(suffix)}
         if len(named) > 1 and all(numbers.ones for numbers in named.values()):
+            if suffix == "input_scale" and _recipe_sets_inputs(at):
+                continue
             yield f"every {suffix} is 1, {min(named)} among them: the {what} were never calibrated"
         elif suffix == "weight_scale":
             ones = [name for name, numbers in named.items() if numbers.ones and numbers.values > 1]
@@ -119,58 +115,6 @@ def _equal(at: Checkpoint, one: str, other: str) -> bool:
     if at.seen.scales[one] != at.seen.scales[other]:
         return at.seen.scales[one].not_finite and at.seen.scales[other].not_finite
     return at.seen.scales[one].values == 1 or torch.equal(at.shards[one], at.shards[other])
-
-
-def _experts(at: Checkpoint) -> Iterator[str]:
-    found: dict[tuple[str, str], dict[int, Layer]] = defaultdict(dict)
-    for module, layer in at.by_module.items():
-        expert = _EXPERT.match(module)
-        if expert is not None:
-            found[expert["experts"], expert["projection"]][int(expert["index"])] = layer
-    expected = next((at.text_config[key] for key in _EXPERT_COUNTS if at.text_config.get(key)), None)
-    for (experts, projection), layers in found.items():
-        count = expected if isinstance(expected, int) else max(layers) + 1
-        for index in sorted(set(range(count)) - set(layers)):
-            if f"{experts}.{index}.{projection}.weight" not in at.shards:
-                yield f"{experts}.{index}.{projection} is missing"
-        yield from _apart(at, layers.values())
-    yield from _never_reached(at, found)
-
-
-def _apart(at: Checkpoint, layers: Iterable[Layer]) -> Iterator[str]:
-    """Experts whose scale has nothing to do with that of the others of their block."""
-    for suffix, (low, high) in _APART.items():
-        values: dict[str, float] = {}
-        missing = []
-        for layer in layers:
-            parts = {"input_scale": layer.input_scale, "weight_scale_2": layer.scale_2, "weight_scale": layer.scale}
-            name, storage = parts[suffix], layer.storage
-            if suffix == "weight_scale" and storage != "fp8":
-                continue
-            if name is None:
-                missing.append(layer.module)
-            else:
-                values[name] = at.seen.scales[name].largest
-        if values:
-            yield from (f"{module} has no {suffix}, and other experts have one" for module in missing)
-            middle = median(values.values())
-            for name, value in values.items():
-                if len(values) > 2 and middle > 0 and not low <= value / middle <= high:
-                    yield f"{name} is {value:.3g}, that of the block's experts {middle:.3g}"
-
-
-def _never_reached(at: Checkpoint, found: dict[tuple[str, str], dict[int, Layer]]) -> Iterator[str]:
-    """Experts all of whose inputs have the amax that ModelOpt falls back to without calibration tokens."""
-    inputs: dict[tuple[str, int], list[bool]] = defaultdict(list)
-    for (experts, _), layers in found.items():
-        for index, layer in layers.items():
-            value, expected = at.scalar(layer.input_scale), at.format_of(layer)
-            if value is not None and expected is not None:
-                divisor = E4M3_MAX * (E2M1_MAX if FORMATS[expected].activations == "nvfp4" else 1.0)
-                inputs[experts, index].append(abs(value * divisor / _FALLBACK - 1) < 1e-5)
-    for (experts, index), fallen in inputs.items():
-        if len(fallen) > 1 and all(fallen):
-            yield f"{experts}.{index} has an input_scale of {_FALLBACK} / maximum everywhere: no token ever reached it"
 
 
 def _kv_cache(at: Checkpoint) -> Iterator[str]:
@@ -227,14 +171,24 @@ def _attentions(at: Checkpoint, with_scales: set[str]) -> set[str]:
     }
 
 
-def _recipe_calibrates_kv(at: Checkpoint) -> bool:
-    """Whether the recipe of the run this checkpoint lies in asks for calibrated KV-cache scales, by name."""
+def _recipe(at: Checkpoint) -> QuantizeSpec | None:
+    """The quantize block of the run this checkpoint lies in."""
     run = RunFolder(at.folder.resolve().parent)
-    if run.checkpoint != at.folder.resolve() or not run.recipe.is_file():
-        return False
-    spec = load_recipe(str(run.recipe)).quantize
-    named = spec.kv_cache or (spec.recipe or "").partition("kv_")[2]
+    inside = run.checkpoint == at.folder.resolve() and run.recipe.is_file()
+    return load_recipe(str(run.recipe)).quantize if inside else None
+
+
+def _recipe_calibrates_kv(at: Checkpoint) -> bool:
+    """Whether the recipe asks for calibrated KV-cache scales, by name."""
+    spec = _recipe(at)
+    named = "" if spec is None else spec.kv_cache or (spec.recipe or "").partition("kv_")[2]
     return bool(named) and "none" not in named and "cast" not in named
+
+
+def _recipe_sets_inputs(at: Checkpoint) -> bool:
+    """Whether the recipe sets input scales to 1 on purpose, as ModelOpt's *_input_scale1 do."""
+    spec = _recipe(at)
+    return spec is not None and ("input_scale1" in (spec.recipe or "") or "constant_amax" in str(spec.quant_cfg))
 
 
 RULES = (
@@ -242,6 +196,5 @@ RULES = (
     Rule("range", "scales give weights and inputs of a size that a model can have", _range),
     Rule("calibrated", "scales were calibrated", _calibrated),
     Rule("fused", "linears that loaders fuse share their scales", _fused),
-    Rule("experts", "every expert is there and was calibrated", _experts),
     Rule("kv cache", "KV-cache scales are there when declared, only then, and calibrated", _kv_cache),
 )

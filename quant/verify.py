@@ -11,6 +11,7 @@ from pathlib import Path
 from halfbyte.quant import (
     checks_codes,
     checks_declared,
+    checks_experts,
     checks_files,
     checks_model,
     checks_scales,
@@ -23,7 +24,24 @@ from halfbyte.records.errors import UserError
 
 __all__ = ["RULES", "SOURCE_RULES", "Check", "verify"]
 
-_WITHOUT_SOURCE = (checks_files, checks_declared, checks_shapes, checks_model, checks_scales, checks_codes)
+_WITHOUT_SOURCE = (
+    checks_files,
+    checks_declared,
+    checks_shapes,
+    checks_model,
+    checks_scales,
+    checks_experts,
+    checks_codes,
+)
+    checks_files,
+    checks_declared,
+    checks_experts,
+    checks_shapes,
+    checks_model,
+    checks_scales,
+    checks_experts,
+    checks_codes,
+)
 RULES = tuple(rule for module in _WITHOUT_SOURCE for rule in module.RULES)
 SOURCE_RULES = checks_source.RULES
 

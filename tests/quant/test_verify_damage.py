@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import shard
+from damage import every, shard
 from damage_cases import CASES, Case
 from tiny import export, spec
 
 from halfbyte.quant.verify import RULES, SOURCE_RULES, verify
 from halfbyte.recipes.find import resolved_yaml
-from halfbyte.recipes.schema import Recipe
+from halfbyte.recipes.schema import QuantizeSpec, Recipe
 from halfbyte.records.digests import model_digest
 from halfbyte.records.manifest import Manifest
 
@@ -52,9 +52,10 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Calla
     return make
 
 
-def _as_run(checkpoint: Path) -> None:
+def _as_run(checkpoint: Path, block: QuantizeSpec | None = None) -> None:
+    quantize = (block or spec("nvfp4", "fp8")).model_dump()
     recipe = Recipe.model_validate(
-        {"name": "tiny", "description": "d", "model": {"id": "m"}, "quantize": spec("nvfp4", "fp8").model_dump(),
+        {"name": "tiny", "description": "d", "model": {"id": "m"}, "quantize": quantize,
          "evaluate": {"tasks": [{"task": "smoke"}]}, "gate": {"policy": "smoke"}}
     )  # fmt: skip
     (checkpoint.parent / "recipe.yaml").write_text(resolved_yaml(recipe), encoding="utf-8")
@@ -79,6 +80,17 @@ def test_damage_is_caught_by_name(case: Case, good: Callable[[str], Path], tmp_p
 def test_what_was_damaged_was_good(kind: str, good: Callable[[str], Path]) -> None:
     folder = good(kind)
     assert [str(check) for check in verify(folder, folder.parent / "source") if not check.passed] == []
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_experts_only_input_scale1-kv_fp8_cast", "nvfp4_default-kv_fp8_cast"])
+def test_input_scales_of_1_pass_where_the_recipe_of_the_run_sets_them(
+    recipe: str, good: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(good("nvfp4"), tmp_path / "checkpoint")
+    every(".input_scale", 1.0)(folder)
+    _as_run(folder, spec(None, recipe=f"general/ptq/{recipe}"))
+    failed = [check.name for check in verify(folder) if not check.passed]
+    assert failed == ([] if "input_scale1" in recipe else ["calibrated"])
 
 
 def test_every_check_catches_something() -> None:
