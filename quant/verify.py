@@ -33,15 +33,6 @@ _WITHOUT_SOURCE = (
     checks_experts,
     checks_codes,
 )
-    checks_files,
-    checks_declared,
-    checks_experts,
-    checks_shapes,
-    checks_model,
-    checks_scales,
-    checks_experts,
-    checks_codes,
-)
 RULES = tuple(rule for module in _WITHOUT_SOURCE for rule in module.RULES)
 SOURCE_RULES = checks_source.RULES
 
