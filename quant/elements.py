@@ -57,10 +57,9 @@ def e2m1_codes(x: Tensor) -> Tensor:
     the largest magnitude.
     """
     magnitude = round_to_e2m1_(x.abs().float().nan_to_num_(nan=E2M1_MAX))
-    # 0 to 2 go in steps of a half, from there to 4 in steps of one, and then comes 6.
-    codes = (
-        magnitude.clamp(max=2).mul_(2).add_((magnitude - 2).clamp_(0, 2)).add_((magnitude - 4).clamp_(min=0).div_(2))
-    )
+    # Two codes for each whole number up to 2, one for each up to 4, and half a one for each from there to 6.
+    codes = magnitude.clamp(max=2).mul_(2).add_(magnitude.sub_(2).clamp_(min=0))
+    codes.sub_(magnitude.sub_(2).clamp_(min=0), alpha=0.5)
     return codes.to(torch.uint8) | ((x < 0).to(torch.uint8) << 3)
 
 
