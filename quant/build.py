@@ -29,6 +29,9 @@ def checked(tensors: Tensors, name: str) -> Tensor:
     scale = tensors[name]
     if scale.dtype == torch.uint8:
         bad = bool((scale == _E8M0_NAN).any())
+    elif scale.dtype == torch.float8_e4m3fn:  # by its codes: there may be a billion
+        codes = scale.reshape(-1).view(torch.uint8)
+        bad = bool(((codes & 0x7F) == 0x7F).any() or (codes > 0x80).any())
     else:
         values = scale.float()
         offset = name.endswith(("_bias", "_lora_a", "_lora_b"))

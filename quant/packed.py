@@ -27,7 +27,9 @@ from halfbyte.quant.numerics import (
     nvfp4_dequantize,
 )
 
-_FP8_SQUARE = 128
+_SQUARE = 128
+_CHUNK = 2**19
+"""Values dequantized at once on a CPU: what lies between stays in its cache, which is several times faster."""
 
 
 def dequantize(
@@ -44,6 +46,23 @@ def dequantize(
     """
     if storage is None or scale is None:
         return codes.to(dtype)
+    if storage == "fp8_block" and scale.numel() > 1:
+        scale = scale.reshape([-(-size // _SQUARE) for size in codes.shape])
+    elif storage in ("fp8", "fp8_block", "fp8_channel"):
+        scale = scale.reshape(-1, 1)
+    rows, width = codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
+    step = max(_CHUNK // max(width, 1) // _SQUARE, 1) * _SQUARE
+    if codes.device.type != "cpu" or rows <= step:
+        return _values(storage, codes, scale, scale_2, dtype)
+    values = torch.empty(rows, width, dtype=dtype)
+    per_row = rows // scale.shape[0] if storage != "fp8_block" else _SQUARE
+    for first in range(0, rows, step):
+        part = scale if scale.shape[0] == 1 else scale[first // per_row : -(-(first + step) // per_row)]
+        values[first : first + step] = _values(storage, codes[first : first + step], part, scale_2, dtype)
+    return values
+
+
+def _values(storage: Storage, codes: Tensor, scale: Tensor, scale_2: Tensor | None, dtype: torch.dtype) -> Tensor:
     if storage == "nvfp4" and scale_2 is not None:
         wide = 2 * codes.shape[-1] // scale.shape[-1] // NVFP4_BLOCK
         scale = scale if wide == 1 else scale.view(torch.uint8).repeat_interleave(wide, dim=-1).view(scale.dtype)
@@ -53,11 +72,8 @@ def dequantize(
     if storage == "mxfp8":
         return mxfp8_dequantize(MXFP8(codes, scale.view(torch.uint8)), dtype)
     if storage == "fp8_block" and scale.numel() > 1:
-        squares = scale.reshape([-(-size // _FP8_SQUARE) for size in codes.shape[-2:]])
-        return fp8_block_dequantize(codes, squares.float(), dtype, _FP8_SQUARE)
-    if storage == "fp8_channel":
-        scale = scale.reshape(-1, 1)
-    return fp8_dequantize(FP8(codes, scale.float() if scale.numel() > 1 else scale.float().reshape(())), dtype)
+        return fp8_block_dequantize(codes, scale.float(), dtype, _SQUARE)
+    return fp8_dequantize(FP8(codes, scale.float()), dtype)
 
 
 class Packed(nn.Module):
