@@ -124,6 +124,7 @@ def load_calibration(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
         UserError: when the kept state is damaged or does not belong to this model.
     """
     import modelopt.torch.opt as mto
+    from modelopt.torch.quantization.nn import TensorQuantizer
 
     register()
     facts = dict(read_json(folder / STATE_FILE))
@@ -133,6 +134,9 @@ def load_calibration(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
             raise UserError(f"{folder / name} is damaged", hint)
     with quiet_upstream():
         mto.restore_from_modelopt_state(model, modelopt_state_path=folder / QUANTIZERS_FILE)
+        for module in model.modules():
+            if isinstance(module, TensorQuantizer):
+                module.to(model.device)
         missing, surplus = model.load_state_dict(load_file(folder / TENSORS_FILE), strict=False)
     lacking = _kept_names(model, weights=False) & set(missing)
     if surplus or lacking:
