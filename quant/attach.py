@@ -149,6 +149,8 @@ def attach_kv_cache(model: nn.Module, stored: Mapping[str, Tensor], kv_cache: st
     for attention, module in attentions.items():
         for side in ("k", "v"):
             name = next((name for name in _spellings(attention, side) if name in stored), None)
+            if name is None and getattr(module, "layer_idx", None) is None:
+                continue  # of a vision tower, which keeps no cache
             if name is None and scales:
                 raise UserError(
                     f"{len(scales)} KV-cache scales for {len(attentions)} attention layers: "

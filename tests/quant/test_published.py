@@ -323,3 +323,34 @@ def test_experts_kept_beside_quantized_ones_are_read_as_they_are(tmp_path: Path,
     )
     _read(folder, plain)
     shutil.rmtree(folder)
+
+
+def test_gemma3_whose_language_model_has_other_names_in_the_file(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384, "sliding_window": 8, "initializer_range": 0.3,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    folder = tmp_path / "gemma-3"
+    plain = write(
+        Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision)).to(torch.bfloat16),
+        folder,
+        lambda name: "NVFP4" if _linears(name) and "vision" not in name else None,
+        own_file={
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["lm_head", "vision_tower*", "multi_modal_projector*"],
+        },
+        more={f"language_model.{name}": scale for name, scale in _kv_scales(2).items()},
+        tokenizer=tiny_tokenizer,
+    )
+    assert "language_model.model.layers.0.mlp.up_proj.weight_scale" in _names(folder)
+    model = _read(folder, plain)
+    linear = model.get_submodule("model.language_model.layers.0.mlp.up_proj")
+    assert isinstance(linear, QuantizedLinear)
