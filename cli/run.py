@@ -105,7 +105,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         _say(args, recipe, "quantize", str(folder.checkpoint))
         summary = produce.produce(job, folder, data_root=args.data_root)
         _say(args, recipe, "verify", str(folder.checkpoint))
-        _verify(folder, summary.digest)
+        _verify(folder, summary.digest, job)
         candidate = Side(summary.digest, job.device.type, job.dtype, lambda: job.open_candidate(folder))
         if settings.canary and reference:
             _say(args, recipe, "canary", "a few prompts, beside the baseline")
@@ -129,7 +129,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
     return comparison
 
 
-def _verify(folder: RunFolder, digest: str) -> None:
+def _verify(folder: RunFolder, digest: str, job: Job) -> None:
     """Checks the checkpoint's numbers before hours are spent on evaluating it; once for each content.
 
     Raises:
@@ -142,7 +142,8 @@ def _verify(folder: RunFolder, digest: str) -> None:
         if known["checkpoint_digest"] == digest and all(row["passed"] for row in known["checks"]):
             logger.info("verify: done already")
             return
-    checks = verify(folder.checkpoint)
+    # The tensors of a GGUF file have other names; without the original, errors of weights are not looked at.
+    checks = verify(folder.checkpoint, job.source.folder if job.source.gguf_file is None else None)
     rows = [check.as_dict() for check in checks]
     write_json(folder.verification, {"schema_version": 1, "checkpoint_digest": digest, "checks": rows})
     failed = [check for check in checks if not check.passed]

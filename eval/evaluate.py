@@ -154,7 +154,7 @@ class _Run:
     def __init__(
         self, model: Any, tokenizer: Any, spec: TaskSpec, settings: EvaluateSpec, folder: Path, key: str
     ) -> None:
-        from halfbyte.eval.lm import JournaledLM, Scorer
+        from halfbyte.eval.lm import Generator, JournaledLM
         from halfbyte.eval.resolve import quiet_lm_eval
 
         if settings.apply_chat_template and not getattr(tokenizer, "chat_template", None):
@@ -171,8 +171,10 @@ class _Run:
         self.folder = folder
         self.key = key
         with quiet_lm_eval():
-            scorer = Scorer(model, tokenizer, batch_size=settings.batch_size, max_length=settings.max_length)
-        self.lm = JournaledLM(scorer, folder, key, seed=settings.seed, label=spec.task)
+            generator = Generator(model, tokenizer, batch_size=settings.batch_size, max_length=settings.max_length)
+        self.lm = JournaledLM(
+            generator, folder, key, seed=settings.seed, label=spec.task, batch_tokens=settings.batch_tokens
+        )
 
     def evaluate(self, summary: ModelSummary, root: Path | None, dtype: str) -> EvaluationRecord:
         """Runs lm-eval, writes its files and returns the record, which is still to be saved."""

@@ -1,4 +1,4 @@
-"""How a model becomes an lm-eval LM: transformers behind lm-eval's hf backend, journaled batch by batch."""
+"""How a model becomes an lm-eval LM: our scorer for continuations, lm-eval's hf backend for generated texts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from halfbyte.eval.prompts import Prompt, encode_contexts, encode_documents, encode_pairs, plan
+from halfbyte.eval.prompts import bos_count, encode_contexts, encode_documents, encode_pairs, plan_generation
+from halfbyte.eval.scorer import PrefixScorer
+from halfbyte.eval.sharing import Request
 from halfbyte.records.errors import UserError
 from halfbyte.records.journal import Journal
 from halfbyte.records.progress import progress_bar
 
 
-class Scorer(HFLM):
-    """lm-eval's hf backend around a loaded model; counts what it generates.
+class Generator(HFLM):
+    """lm-eval's hf backend around a loaded model, for what it generates; counts that.
 
     Args:
         model: A causal LM of transformers, on its device, in the type to compute in.
         tokenizer: Its tokenizer.
-        batch_size: Sequences a forward pass.
+        batch_size: Sequences generated at once.
         max_length: Longest input in tokens; None for the model's own.
     """
 
@@ -72,14 +74,24 @@ class JournaledLM(LM):
     was killed and went on are those of an undisturbed one, bit for bit.
 
     Args:
-        inner: What answers a batch.
+        inner: The loaded model, its tokenizer, and what generates.
         folder: Where the journals are.
         key: Digest of all settings that decide the answers, the model included.
         seed: Sampled generations of batch i are drawn with seed + i.
         label: Name on the progress bar.
+        batch_tokens: Tokens a forward pass when scoring; None for the device's own.
     """
 
-    def __init__(self, inner: Scorer, folder: Path, key: str, *, seed: int = 1234, label: str = "") -> None:
+    def __init__(
+        self,
+        inner: Generator,
+        folder: Path,
+        key: str,
+        *,
+        seed: int = 1234,
+        label: str = "",
+        batch_tokens: int | None = None,
+    ) -> None:
         super().__init__()
         self.inner = inner
         self.folder = folder
@@ -87,36 +99,40 @@ class JournaledLM(LM):
         self.seed = seed
         self.label = label
         self.counts = Counts()
+        self.scorer = PrefixScorer(inner.model, budget=batch_tokens)
         self._device = inner.device
         self._rank = inner.rank
         self._world_size = inner.world_size
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood (nats) of each continuation, and whether greedy decoding would give it."""
-        prompts = encode_pairs(self.inner, [request.args for request in requests])
-        self._refuse_cut_answers(requests, prompts)
-        self._count(prompts, [self.inner.max_length + 1] * len(prompts))
-
-        def answer(batch: list[Instance]) -> list[Any]:
-            return [
-                [float(value), bool(greedy)] for value, greedy in self.inner.loglikelihood(batch, disable_tqdm=True)
-            ]
-
-        answers = self._run("loglikelihood", requests, plan(prompts, self.inner.batch_size), answer)
+        encoded = encode_pairs(self.inner, [request.args for request in requests])
+        self._refuse_cut_answers(encoded)
+        cut = [_cut(request, self.max_length) for request in encoded]
+        self._count(encoded, [self.max_length + 1] * len(encoded))
+        answers = self._score("loglikelihood", requests, cut)
         self._refuse_nonsense([value for value, _ in answers])
-        return [(value, greedy) for value, greedy in answers]
+        return answers
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Log-likelihood (nats) of each whole document, in windows of max_length."""
-        prompts = encode_documents(self.inner, [request.args[0] for request in requests])
-        self._count(prompts, [None] * len(prompts))
-
-        def answer(batch: list[Instance]) -> list[Any]:
-            return [float(value) for value in self.inner.loglikelihood_rolling(batch, disable_tqdm=True)]
-
-        answers = self._run("loglikelihood_rolling", requests, plan(prompts, self.inner.batch_size), answer)
+        documents = encode_documents(self.inner, [request.args[0] for request in requests])
+        windows = [window for document in documents for window in document]
+        self._count(windows, [None] * len(windows))
+        scores = iter(self._score("loglikelihood_rolling", requests, windows))
+        answers = [math.fsum(next(scores)[0] for _ in document) for document in documents]
         self._refuse_nonsense(answers)
         return answers
+
+    def _score(self, method: str, requests: list[Instance], encoded: list[Request]) -> list[tuple[float, bool]]:
+        scorer = self.scorer
+        batches = scorer.plan(encoded)
+
+        def answer(index: int) -> list[Any]:
+            return [[value, greedy] for value, greedy in scorer.score(encoded, batches[index])]
+
+        answers = self._run(method, requests, [batch.members for batch in batches], answer)
+        return [(value, greedy) for value, greedy in answers]
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """The text generated after each prompt, cut at the first stop sequence.
@@ -127,12 +143,16 @@ class JournaledLM(LM):
         settings = [json.dumps(request.args[1], sort_keys=True, default=str) for request in requests]
         room = {text: self._room(request.args[1]) for text, request in zip(settings, requests, strict=True)}
         prompts = encode_contexts(self.inner, [request.args[0] for request in requests], settings)
-        self._count(prompts, [room[text] for text in settings])
+        self.counts.tokens += sum(prompt.length for prompt in prompts)
+        self.counts.bos.update(prompt.bos for prompt in prompts)
+        self.counts.truncated += sum(prompt.length > room[text] for prompt, text in zip(prompts, settings, strict=True))
+        batches = plan_generation(prompts, self.inner.batch_size)
 
-        def answer(batch: list[Instance]) -> list[Any]:
+        def answer(index: int) -> list[Any]:
+            torch.manual_seed(self.seed + index)
+            batch = [requests[at] for at in batches[index]]
             return [str(text) for text in self.inner.generate_until(batch, disable_tqdm=True)]
 
-        batches = plan(prompts, self.inner.batch_size, mixed=False)
         answers: list[str] = self._run("generate_until", requests, batches, answer)
         self.counts.empty = (self.counts.empty or 0) + sum(not text.strip() for text in answers)
         return answers
@@ -147,25 +167,22 @@ class JournaledLM(LM):
             )
         return int(self.inner.max_length) - most
 
-    def _count(self, prompts: Sequence[Prompt], room: Sequence[int | None]) -> None:
-        self.counts.tokens += sum(prompt.length for prompt in prompts)
-        self.counts.bos.update(prompt.bos for prompt in prompts)
-        self.counts.truncated += sum(
-            most is not None and prompt.length > most for prompt, most in zip(prompts, room, strict=True)
-        )
+    def _count(self, encoded: Sequence[Request], room: Sequence[int | None]) -> None:
+        bos = self.tokenizer.bos_token_id
+        for request, most in zip(encoded, room, strict=True):
+            length = len(request.context) + len(request.continuation)
+            self.counts.tokens += length
+            self.counts.truncated += most is not None and length > most
+            self.counts.bos.add(bos_count(request.context, bos))
 
-    def _refuse_cut_answers(self, requests: Sequence[Instance], prompts: Sequence[Prompt]) -> None:
+    def _refuse_cut_answers(self, encoded: Sequence[Request]) -> None:
         """A prompt may be cut from the left, the continuation that is scored may not."""
-        most = int(self.inner.max_length)
-        for request, prompt in zip(requests, prompts, strict=True):
-            if prompt.length > most:
-                context, continuation = request.args
-                tokens = len(self.inner._encode_pair(context, continuation)[1]) if context else prompt.length
-                if tokens > most:
-                    raise UserError(
-                        f"{self.label}: an answer of {tokens} tokens does not fit into a max_length of {most}",
-                        "raise max_length",
-                    )
+        most = max(len(request.continuation) for request in encoded)
+        if most > self.max_length:
+            raise UserError(
+                f"{self.label}: an answer of {most} tokens does not fit into a max_length of {self.max_length}",
+                "raise max_length",
+            )
 
     def _refuse_nonsense(self, values: Sequence[float]) -> None:
         bad = sum(not math.isfinite(value) for value in values)
@@ -180,24 +197,22 @@ class JournaledLM(LM):
         method: str,
         requests: list[Instance],
         batches: list[list[int]],
-        answer: Callable[[list[Instance]], list[Any]],
+        answer: Callable[[int], list[Any]],
     ) -> list[Any]:
-        """Answers all requests, batch by batch, those in the journal from there; in the order of the requests."""
+        """All answers, batch by batch, those in the journal from there; `batches` say where each belongs."""
         generates = method == "generate_until"
-        answers: list[Any] = [None] * len(requests)
+        answers: list[Any] = [None] * sum(map(len, batches))
         key = _requests_digest(self.key, method, requests, batches)
         with (
             Journal(self.folder / f"journal-{method}.jsonl", key) as journal,
-            progress_bar(total=len(requests), desc=self.label, unit="request") as bar,
+            progress_bar(total=sum(map(len, batches)), desc=self.label, unit="request") as bar,
         ):
             bar.update(sum(len(batch) for batch in batches[: len(journal.entries)]))
             bar.initial = bar.n  # the ETA is of what is left, not of what an earlier process did
             for index, batch in enumerate(batches):
                 if index == len(journal.entries):
                     generated, capped = self.inner.generated, self.inner.hit_cap
-                    if generates:
-                        torch.manual_seed(self.seed + index)
-                    entry: dict[str, Any] = {"answers": answer([requests[at] for at in batch])}
+                    entry: dict[str, Any] = {"answers": answer(index)}
                     if generates:
                         entry["tokens"] = self.inner.generated - generated
                         entry["hit_cap"] = self.inner.hit_cap - capped
@@ -245,6 +260,12 @@ class JournaledLM(LM):
         """What lm-eval writes about a model; its own version asks the hub, which a folder on disk has no entry in."""
         model = self.inner.model
         return {"model_num_parameters": model.num_parameters(), "model_dtype": str(model.dtype), "model_sha": ""}
+
+
+def _cut(request: Request, max_length: int) -> Request:
+    """A request whose context is cut from the left so that all but the last token fit into the model."""
+    room = max(1, max_length + 1 - len(request.continuation))
+    return request if len(request.context) <= room else Request(request.context[-room:], request.continuation)
 
 
 def _requests_digest(key: str, method: str, requests: list[Instance], batches: list[list[int]]) -> str:

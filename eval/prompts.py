@@ -1,24 +1,25 @@
-"""Requests as tokens: how long each is, how many BOS tokens it starts with, and the fixed batches they are put in."""
+"""Requests as tokens: continuations with their contexts, windows of documents, and prompts to generate from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from halfbyte.eval.sharing import Request
+from halfbyte.records.errors import UserError
+
 CHUNK = 1024
 
 
 class Prompt(NamedTuple):
-    """One request as the model is fed with it."""
+    """One prompt to generate from, as the model is fed with it."""
 
     length: int
-    """Tokens, the continuation included where there is one."""
+    """Tokens."""
     bos: int
     """BOS tokens at its head."""
     group: str
-    """Requests of one group (a context, or generation settings) are answered next to each other."""
-    forward: int
-    """Requests with the same number share one forward pass: they differ in their last token alone."""
+    """Its generation settings; only prompts of one group share a batch."""
 
 
 def encode(inner: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -48,64 +49,72 @@ def bos_count(ids: Sequence[int], bos: int | None) -> int:
     return count
 
 
-def encode_pairs(inner: Any, pairs: Sequence[tuple[str, str]]) -> list[Prompt]:
-    """(context, continuation) pairs; an empty context stands for the prefix token, as in lm-eval."""
-    bos = inner.tokenizer.bos_token_id
-    prompts: list[Prompt] = []
-    for first in range(0, len(pairs), CHUNK):
-        chunk = pairs[first : first + CHUNK]
-        rows = encode(inner, [context + continuation for context, continuation in chunk])
-        for (context, continuation), row in zip(chunk, rows, strict=True):
-            ids = row
-            if not context:
-                ids = inner.tok_encode(continuation, add_special_tokens=False)
-                ids = ids if ids[:1] == [inner.prefix_token_id] else [inner.prefix_token_id, *ids]
-            prompts.append(Prompt(len(ids), bos_count(ids, bos), context, hash(tuple(ids[:-1]))))
-    return prompts
+def encode_pairs(inner: Any, pairs: Sequence[tuple[str, str]]) -> list[Request]:
+    """(context, continuation) pairs by lm-eval's rules; each text goes through the tokenizer once.
+
+    An empty context stands for the prefix token. Spaces at the end of a context belong to the continuation. Both are
+    encoded together, and what follows as many tokens as the context alone has is the continuation: a tokenizer that
+    merges across the boundary changes the continuation and never the context.
+
+    Raises:
+        UserError: for a continuation without a token.
+    """
+    moved = []
+    for context, continuation in pairs:
+        kept = context.rstrip()
+        moved.append((kept, context[len(kept) :] + continuation))
+    texts = {text for context, continuation in moved if context for text in (context, context + continuation)}
+    known = dict(zip(texts, encode(inner, list(texts)), strict=True))
+    requests = []
+    for kept, continuation in moved:
+        if kept:
+            head = known[kept]
+            request = Request(tuple(head), tuple(known[kept + continuation][len(head) :]))
+        else:
+            ids = inner.tok_encode(continuation, add_special_tokens=False)
+            ids = ids if ids[:1] == [inner.prefix_token_id] else [inner.prefix_token_id, *ids]
+            request = Request(tuple(ids[:1]), tuple(ids[1:]))
+        if not request.context or not request.continuation:
+            raise UserError(f"the answer {continuation[:40]!r} has no token after its context", "mend the task")
+        requests.append(request)
+    return requests
 
 
-def encode_documents(inner: Any, texts: Sequence[str]) -> list[Prompt]:
-    """Whole documents, scored in windows behind the prefix token."""
-    bos = inner.tokenizer.bos_token_id
-    head = 1 if inner.prefix_token_id == bos else 0
-    return [Prompt(len(ids), bos_count(ids, bos) + head, "", number) for number, ids in enumerate(encode(inner, texts))]
+def encode_documents(inner: Any, texts: Sequence[str]) -> list[list[Request]]:
+    """Whole documents as windows of max_length tokens, each token scored once, as lm-eval cuts them."""
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-
-def encode_contexts(inner: Any, texts: Sequence[str], settings: Sequence[str]) -> list[Prompt]:
-    """Prompts to generate from; only those of equal settings share a batch."""
-    bos = inner.tokenizer.bos_token_id
     return [
-        Prompt(len(ids), bos_count(ids, bos), group, number)
-        for number, (ids, group) in enumerate(zip(encode(inner, texts), settings, strict=True))
+        [
+            Request(tuple(context), tuple(continuation))
+            for context, continuation in map(
+                make_disjoint_window,
+                get_rolling_token_windows(ids, inner.prefix_token_id, max_seq_len=inner.max_length, context_len=1),
+            )
+        ]
+        for ids in encode(inner, texts)
     ]
 
 
-def plan(prompts: Sequence[Prompt], size: int, *, mixed: bool = True) -> list[list[int]]:
+def encode_contexts(inner: Any, texts: Sequence[str], settings: Sequence[str]) -> list[Prompt]:
+    """Prompts to generate from."""
+    bos = inner.tokenizer.bos_token_id
+    rows = encode(inner, texts)
+    return [Prompt(len(ids), bos_count(ids, bos), group) for ids, group in zip(rows, settings, strict=True)]
+
+
+def plan_generation(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
     """Fixed batches of the positions of `prompts`, the longest first, so that a lack of memory shows at once.
 
-    A batch takes `size` forward passes; requests that share one count once. The requests of a group are neighbours.
-
     Args:
-        prompts: The requests, in lm-eval's order.
+        prompts: In lm-eval's order.
         size: Sequences a batch.
-        mixed: Whether requests of two groups may share a batch.
     """
     groups: dict[str, list[int]] = {}
     for at, prompt in enumerate(prompts):
         groups.setdefault(prompt.group, []).append(at)
-    longest = {group: max(prompts[at].length for at in members) for group, members in groups.items()}
-    batches: list[list[int]] = []
-    room = 0
-    for group in sorted(groups, key=lambda group: -longest[group]):  # sorted() is stable: ties keep their order
-        if not mixed:
-            room = 0
-        shared: dict[int, list[int]] = {}
-        for at in sorted(groups[group], key=lambda at: -prompts[at].length):
-            shared.setdefault(prompts[at].forward, []).append(at)
-        for members in shared.values():
-            if room == 0:
-                batches.append([])
-                room = size
-            batches[-1].extend(members)
-            room -= 1
-    return batches
+    batches = []
+    for members in groups.values():
+        ordered = sorted(members, key=lambda at: -prompts[at].length)  # stable: ties keep their order
+        batches += [ordered[first : first + size] for first in range(0, len(ordered), size)]
+    return sorted(batches, key=lambda batch: -prompts[batch[0]].length)

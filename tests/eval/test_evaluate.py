@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from halfbyte.eval.evaluate import evaluate_task, settings_key
-from halfbyte.eval.lm import Scorer
 from halfbyte.eval.resolve import find_manager, load_task
+from halfbyte.eval.scorer import PrefixScorer
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.digests import value_digest
 from halfbyte.records.errors import UserError
@@ -26,7 +26,7 @@ TINY = TaskSpec(task="tiny_choice", num_fewshot=2)
 
 
 def settings(**options: Any) -> EvaluateSpec:
-    return EvaluateSpec(tasks=[TINY], **{"batch_size": 4, **options})
+    return EvaluateSpec(tasks=[TINY], **{"batch_tokens": 64, **options})
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_a_wanted_metric_is_the_primary_one(evaluate: Any) -> None:
 
 def test_the_same_evaluation_is_not_done_twice(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = evaluate()
-    monkeypatch.setattr(Scorer, "loglikelihood", None)
+    monkeypatch.setattr(PrefixScorer, "score", None)
     assert evaluate()[0] == first
 
 
@@ -245,7 +245,7 @@ def test_a_folder_of_something_else_is_not_touched(evaluate: Any, tmp_path: Path
 
 def test_an_evaluation_cut_short_goes_on_and_ends_the_same(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, undisturbed = evaluate(folder="undisturbed")
-    call, calls = Scorer._model_call, 0
+    call, calls = PrefixScorer.score, 0
 
     def fail(self: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal calls
@@ -254,10 +254,10 @@ def test_an_evaluation_cut_short_goes_on_and_ends_the_same(evaluate: Any, monkey
             raise KeyboardInterrupt
         return call(self, *arguments, **options)
 
-    monkeypatch.setattr(Scorer, "_model_call", fail)
+    monkeypatch.setattr(PrefixScorer, "score", fail)
     with pytest.raises(KeyboardInterrupt):
         evaluate()
-    monkeypatch.setattr(Scorer, "_model_call", call)
+    monkeypatch.setattr(PrefixScorer, "score", call)
     partial = undisturbed.with_name("record.partial")
     (partial / "results_half.json").write_text("{", encoding="utf-8")  # as a kill during writing leaves it
     with (partial / "journal-loglikelihood.jsonl").open("ab") as journal:
@@ -276,21 +276,21 @@ sys.path.insert(0, sys.argv[1])
 from conftest import make_llama, make_tokenizer
 from halfbyte.eval import resolve
 from halfbyte.eval.evaluate import evaluate_task
-from halfbyte.eval.lm import Scorer
+from halfbyte.eval.scorer import PrefixScorer
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.record import ModelSummary
 import lm_eval.evaluator
 lm_eval.evaluator.add_env_info = lambda results: None
 resolve.TASKS = Path(sys.argv[2])
 resolve.task_manager = resolve.task_manager.__wrapped__
-call = Scorer._model_call
+call = PrefixScorer.score
 def slow(self, *arguments, **options):
     time.sleep(float(sys.argv[4]))
     return call(self, *arguments, **options)
-Scorer._model_call = slow
+PrefixScorer.score = slow
 spec = TaskSpec(task="tiny_choice", num_fewshot=2)
 summary = ModelSummary(name="tiny", digest="0" * 64, format="float32", bytes_on_disk=1000, bits_per_weight=32.0)
-settings = EvaluateSpec(tasks=[spec], batch_size=4)
+settings = EvaluateSpec(tasks=[spec], batch_size=4, batch_tokens=64)
 evaluate_task(make_llama(), make_tokenizer(), spec, settings, summary, Path(sys.argv[3]))
 """
 

@@ -11,7 +11,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from halfbyte.eval.lm import JournaledLM, Scorer
+from halfbyte.eval.lm import Generator, JournaledLM
 from halfbyte.records.errors import UserError
 
 CONTEXTS = ["the cat sees", "the sun is hot and the moon is", "a", "one two three four five", "the dog is not"]
@@ -40,8 +40,8 @@ def lm(tiny_llama: Any, tiny_tokenizer: Any, tmp_path: Path) -> Callable[..., Jo
     def make(
         folder: str = "journals", key: str = "key", model: Any = None, tokenizer: Any = None, **options: Any
     ) -> Any:
-        scorer = Scorer(model or tiny_llama, tokenizer or tiny_tokenizer, **{"batch_size": 3, **options})
-        return JournaledLM(scorer, tmp_path / folder, key, label="task")
+        generator = Generator(model or tiny_llama, tokenizer or tiny_tokenizer, **{"batch_size": 3, **options})
+        return JournaledLM(generator, tmp_path / folder, key, label="task", batch_tokens=16)
 
     return make
 
@@ -85,16 +85,17 @@ def test_a_run_cut_short_anywhere_ends_as_an_undisturbed_one(lm: Any, method: st
     expected = getattr(undisturbed, method)(requests)
     for batches in (0, 1, 2):
         cut = lm(f"cut {batches}")
-        answer, left = getattr(cut.inner, method), batches
+        owner, name = (cut.inner, method) if method == "generate_until" else (cut.scorer, "score")
+        answer, left = getattr(owner, name), batches
 
-        def fail(batch: list[Instance], answer: Any = answer, **options: Any) -> Any:
+        def fail(*arguments: Any, answer: Any = answer, **options: Any) -> Any:
             nonlocal left
             if left == 0:
                 raise KeyboardInterrupt
             left -= 1
-            return answer(batch, **options)
+            return answer(*arguments, **options)
 
-        setattr(cut.inner, method, fail)
+        setattr(owner, name, fail)
         with pytest.raises(KeyboardInterrupt):
             getattr(cut, method)(requests)
         resumed = lm(f"cut {batches}")
@@ -105,7 +106,7 @@ def test_a_run_cut_short_anywhere_ends_as_an_undisturbed_one(lm: Any, method: st
 def test_a_finished_journal_needs_no_model(lm: Any) -> None:
     expected = lm().loglikelihood(pairs())
     again = lm()
-    again.inner.loglikelihood = None
+    again.scorer.score = None
     assert again.loglikelihood(pairs()) == expected
 
 
@@ -132,13 +133,13 @@ def test_bos_tokens_are_counted_as_the_model_gets_them(
     requests = [Instance("loglikelihood", {}, (f"{text}the cat", " sees"), 0, ("task", 0, 1))]
     journaled = lm(tokenizer=tokenizer_factory(add_bos=add_bos))
     fed: list[list[int]] = []
-    call = journaled.inner._model_call
+    call = journaled.inner.model.forward
 
     def spy(ids: torch.Tensor, **options: Any) -> Any:
         fed.extend(ids.tolist())
         return call(ids, **options)
 
-    monkeypatch.setattr(journaled.inner, "_model_call", spy)
+    monkeypatch.setattr(journaled.inner.model, "forward", spy)
     journaled.loglikelihood(requests)
     assert journaled.counts.bos == {count}
     assert fed[0][:count] == [0] * count

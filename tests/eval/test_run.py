@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from halfbyte.eval.lm import Scorer
+from halfbyte.eval.lm import Generator
 from halfbyte.eval.run import evaluate_model
+from halfbyte.eval.scorer import PrefixScorer
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.errors import UserError
 from halfbyte.records.record import ModelSummary, find_records
@@ -31,8 +32,8 @@ def test_each_task_has_its_record(
     records = evaluate_model(tiny_llama, tiny_tokenizer, summary, settings, tmp_path / "out")
     assert [record.task for record in records] == ["tiny_choice", "tiny_generate"]
     assert set(find_records(tmp_path / "out")) == {"tiny_choice", "tiny_generate"}
-    monkeypatch.setattr(Scorer, "_model_call", None)
-    monkeypatch.setattr(Scorer, "_model_generate", None)
+    monkeypatch.setattr(PrefixScorer, "score", None)
+    monkeypatch.setattr(Generator, "_model_generate", None)
     assert evaluate_model(tiny_llama, tiny_tokenizer, summary, settings, tmp_path / "out") == records
 
 
@@ -72,7 +73,7 @@ def test_an_unknown_metric_is_named_before_anything_is_evaluated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert tiny_tasks.is_dir()
-    monkeypatch.setattr(Scorer, "_model_call", None)
+    monkeypatch.setattr(PrefixScorer, "score", None)
     settings = EvaluateSpec(tasks=[TaskSpec(task="tiny_choice", metric="accuracy")])
     with pytest.raises(UserError, match=r"unknown metric 'accuracy'.*known: acc,none, acc_norm,none"):
         evaluate_model(tiny_llama, tiny_tokenizer, summary, settings, tmp_path / "out")

@@ -18,6 +18,13 @@ from halfbyte.records.digests import model_digest
 TEXTS = [f"the {a} {b} sees the {c} and the {a} runs" for a in ("cat", "dog", "bird", "fish") for b in ("is", "was")
          for c in ("moon", "sun", "tree")]  # fmt: skip
 
+# Imported once by the fork server and not by every child; ModelOpt alone takes seconds.
+PRELOADED = [
+    "halfbyte.stages", "halfbyte.quant.produce", "halfbyte.quant.verify", "halfbyte.reports.write", "lm_eval.evaluator",
+    "modelopt.recipe.presets", "modelopt.torch.export", "modelopt.torch.quantization", "transformers.models.llama",
+    "transformers.models.llama.modeling_llama", "transformers.generation",
+]  # fmt: skip
+
 
 def write_recipe(folder: Path, model: Path, **changes: Any) -> Path:
     """A recipe for the tiny model and the smoke task, with its texts beside it; returns its path."""
@@ -32,7 +39,7 @@ def write_recipe(folder: Path, model: Path, **changes: Any) -> Path:
             "calibration": {"sources": [{"dataset": "texts.txt", "samples": 16}], "length": 32, "batch_size": 2},
         },
         "evaluate": {
-            "batch_size": 4,
+            "batch_tokens": 64,
             "tasks": [{"task": "smoke", "limit": 16}],
             "fidelity": {"source": {"dataset": "texts.txt"}, "window": 64},
         },
@@ -62,7 +69,7 @@ def run_child(argv: list[str], cwd: Path, cache: Path, hook: Callable[[], None] 
     A fork server has the libraries imported already: each child starts at once and is as fresh as a new process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["halfbyte.stages", "halfbyte.quant.produce", "halfbyte.reports.write", "lm_eval"])
+    context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=_child, args=(argv, cwd, cache, hook))
     process.start()
     process.join(300)
