@@ -123,7 +123,7 @@ class PrefixScorer:
             ids = torch.tensor([prefix], device=self.model.device)
             self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             self._prefix = prefix, cache
-        cache = copy.copy(self._prefix[1])
+        cache: Any = copy.copy(self._prefix[1])
         cache.layers = [copy.copy(layer) for layer in cache.layers]
         for layer in cache.layers:
             layer.keys = layer.keys.expand(rows, -1, -1, -1)

@@ -25,7 +25,7 @@ class _Memo:
         output = self._output
         if self._served >= self.members:  # an activation is not kept alive after its last reader
             self._input = self._output = None
-        return output  # type: ignore[no-any-return]
+        return output
 
 
 def share_inputs(model: nn.Module) -> int:
