@@ -119,11 +119,11 @@ class PrefixScorer:
 
         if self._prefix is None or self._prefix[0] != prefix:
             self._prefix = None  # freed before the next one is made
-            cache = DynamicCache(config=self.model.config)
+            cache: Any = DynamicCache(config=self.model.config)
             ids = torch.tensor([prefix], device=self.model.device)
             self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             self._prefix = prefix, cache
-        cache: Any = copy.copy(self._prefix[1])
+        cache = copy.copy(self._prefix[1])
         cache.layers = [copy.copy(layer) for layer in cache.layers]
         for layer in cache.layers:
             layer.keys = layer.keys.expand(rows, -1, -1, -1)
