@@ -36,8 +36,10 @@ class PrefixScorer:
         self.model = model
         self.budget = budget or BUDGETS[model.device.type]
         self.shares = _shares_exactly(model)
-        self._window = _sliding_window(model.config)
+        self._window = attention_window(model.config)
         self._prefix: tuple[tuple[int, ...], Any] | None = None
+        self._most: int | None = None
+        """Tokens, cached ones included, that have fitted into memory since it was too little once."""
 
     def plan(self, requests: list[Request]) -> list[Batch]:
         """Fixed batches of the requests; each is one call of `score`.
@@ -56,20 +58,29 @@ class PrefixScorer:
 
         Out of memory, the rows are computed in halves; the batch stays one.
         """
-        waiting = [batch.rows]
+        waiting = self._parts(batch)
         answers: dict[int, tuple[float, bool]] = {}
         while waiting:
             rows = waiting.pop()
             try:
                 answers.update(self._forward(requests, batch.prefix, rows))
+                continue
             except torch.OutOfMemoryError:
                 if len(rows) == 1:
                     raise
-                waiting += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
-                logger.info("out of memory with %d rows; computing them in halves", len(rows))
-                self._prefix = None
-                torch.cuda.empty_cache()
+            # Not in the except block, whose traceback holds the tensors that are to be freed.
+            self._most = len(rows) // 2 * max(row.length for row in rows)
+            logger.info("out of memory with %d rows; from now on at most %d tokens at once", len(rows), self._most)
+            self._prefix = None
+            torch.cuda.empty_cache()
+            waiting += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
         return [answers[at] for at in batch.members]
+
+    def _parts(self, batch: Batch) -> list[list[Row]]:
+        """The rows of a batch in parts that fit into memory, as far as is known."""
+        rows, longest = batch.rows, max(row.length for row in batch.rows)
+        count = len(rows) if self._most is None else max(1, self._most // longest)
+        return [rows[first : first + count] for first in range(0, len(rows), count)][::-1]
 
     def _forward(
         self, requests: list[Request], prefix: int, rows: list[Row]
@@ -114,7 +125,7 @@ class PrefixScorer:
         return torch.cat(log_probs).double().cpu(), torch.cat(greedy).cpu()
 
     def _cache(self, prefix: tuple[int, ...], rows: int) -> Any:
-        """The prefix's keys and values for each row: views of one copy, which a forward pass does not change."""
+        """The prefix's keys and values for each row: views, which a forward pass copies and does not change."""
         from transformers import DynamicCache
 
         if self._prefix is None or self._prefix[0] != prefix:
@@ -133,10 +144,11 @@ class PrefixScorer:
     def _branched(self, rows: list[Row], prefix: int, width: int) -> dict[str, Tensor]:
         """Positions and mask under which each branch follows the context and sees no other branch."""
         device, dtype = self.model.device, self.model.dtype
-        positions = torch.arange(prefix, prefix + width).repeat(len(rows), 1)
+        positions = torch.zeros(len(rows), width, dtype=torch.long)  # 0 for padding: any that the model has
         owner = torch.zeros(len(rows), width, dtype=torch.long)  # 0: the context; else the number of the branch
         for at, row in enumerate(rows):
             start = len(row.context) - prefix
+            positions[at, :start] = torch.arange(prefix, len(row.context))
             for number, branch in enumerate(row.branches, start=1):
                 span = slice(start, start + len(branch))
                 owner[at, span] = number
@@ -173,46 +185,83 @@ def _hidden_states_at(model: Any, rows: Tensor, positions: Tensor) -> Iterator[l
             handle.remove()
 
 
-def _sliding_window(config: Any) -> int | None:
+_WINDOWS = ("sliding_window", "window_size", "attention_window", "local_attention")
+
+
+def attention_window(config: Any) -> int | None:
     """The length of a model's shortest attention window; None where every layer sees everything."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None)
-    if window is None or not getattr(text, "use_sliding_window", True):
+    if kinds is not None and all(kind == "full_attention" for kind in kinds):
         return None
-    return int(window) if kinds is None or any("sliding" in kind or "chunked" in kind for kind in kinds) else None
+    if not getattr(text, "use_sliding_window", True):
+        return None
+    found = [getattr(text, name, None) for name in _WINDOWS]
+    return min((int(window) for window in found if isinstance(window, int) and window > 0), default=None)
 
 
 def _too_long(batch: Batch, window: int) -> bool:
-    return any(len(row.branches) > 1 and row.length >= window for row in batch.rows)
+    """Whether a batch needs a mask of its own, which knows no window, for rows that are longer than one."""
+    return any(len(row.branches) > 1 for row in batch.rows) and any(row.length >= window for row in batch.rows)
+
+
+def _depends_on_length(config: Any) -> str | None:
+    """What makes a model's answer for a token depend on the rest of its batch or on how the text is cut; else None."""
+    text = config.get_text_config()
+    if getattr(text, "attention_chunk_size", None):
+        return "chunked attention"
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    found = {str(kind.get("rope_type", kind.get("type", ""))) for kind in kinds}
+    return next((f"{name} rotary positions" for name in ("longrope", "dynamic") if name in found), None)
+
+
+def _shares_exactly(model: Any) -> bool:
+    """Whether the model reads a prefix from a cache and keeps branches apart.
+
+    What is known not to is refused; the rest is tried on a few tokens. Models with recurrent layers, or with an
+    attention that takes no mask of its own, do not.
+    """
+    reason = _depends_on_length(model.config)
+    # Rounded activations at the edge of two codes may differ on one text, and hardly on three.
+    reasons = [reason] if reason else [_try_sharing(model, seed) for seed in range(3)]
+    if None in reasons:
+        return True
+    logger.info("prompts are scored one by one: %s", reasons[0])
+    return False
 
 
 @torch.inference_mode()
-def _shares_exactly(model: Any) -> bool:
-    """Whether the model reads a prefix from a cache and keeps branches apart, tried on a few tokens.
+def _try_sharing(model: Any, seed: int) -> str | None:
+    """Why two rows with a cached prefix and two branches each differ from single forward passes; None: they do not."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    Models with recurrent layers, or with an attention that knows no mask of its own, do not.
-    """
     vocabulary = int(model.get_input_embeddings().num_embeddings)
-    context, branches = [7 % vocabulary, 11 % vocabulary, 5 % vocabulary], [(3, 2), (1,)]
-    row = Row(tuple(context), [tuple(token % vocabulary for token in branch) for branch in branches])
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocabulary, (10,), generator=draw).tolist()
+    prefix = tuple(tokens[:2])
+    rows = [
+        Row((*prefix, tokens[2]), [tuple(tokens[3:5]), (tokens[5],)]),
+        Row((*prefix, *tokens[6:8]), [(tokens[8],), (tokens[9],)]),
+    ]
+    ends = [[2, 3], [2, 3]]  # where each branch ends, counted behind the prefix
     scorer = PrefixScorer.__new__(PrefixScorer)
     scorer.model, scorer._prefix = model, None
     try:
-        alone = [
-            model(torch.tensor([[*context, *branch]], device=model.device), use_cache=False).logits[0, -1].float()
-            for branch in row.branches
-        ]
-        options = {"past_key_values": scorer._cache(tuple(context[:2]), 1), "use_cache": True}
-        options |= scorer._branched([row], 2, row.length - 2)
-        ids = torch.tensor([[context[2], *row.branches[0], *row.branches[1]]], device=model.device)
-        logits = model(ids, **options).logits[0].float()
+        cache = scorer._cache(prefix, len(rows))
+        if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+            return f"{type(model).__name__} caches more than keys and values"
+        options = scorer._branched(rows, len(prefix), rows[0].length - len(prefix))
+        ids = [[*row.context[2:], *(token for branch in row.branches for token in branch)] for row in rows]
+        together = model(
+            torch.tensor(ids, device=model.device), past_key_values=cache, use_cache=True, **options
+        ).logits
+        for row, spots, logits in zip(rows, ends, together.float(), strict=True):
+            for branch, spot in zip(row.branches, spots, strict=True):
+                whole = torch.tensor([[*row.context, *branch]], device=model.device)
+                alone = model(whole, use_cache=False).logits[0, -1].float()
+                if float((logits[spot] - alone).abs().max()) > 0.1 * float(alone.std()) + 1e-6:
+                    return f"{type(model).__name__} does not read them from a cache"
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
-        logger.info("prompts are scored one by one, since a shared prefix fails: %s", error)
-        return False
-    spread = float(alone[0].std()) + 1e-6
-    worst = max(float((logits[2] - alone[0]).abs().max()), float((logits[3] - alone[1]).abs().max()))
-    if worst > 0.1 * spread:
-        logger.info("prompts are scored one by one, since %s does not read them from a cache", type(model).__name__)
-        return False
-    return True
+        return f"a shared prefix fails: {error}"
+    return None

@@ -16,6 +16,9 @@ MIN_PREFIX = 32
 """Tokens: a shorter common beginning is not worth a forward pass of its own."""
 MIN_SAVED = 512
 """Tokens a group must save."""
+CACHED = 4
+"""A forward pass may hold so many times its budget in keys and values, which each row has a copy of: at 16,384 tokens
+and 128 KiB a token (Llama 3 8B) that is 8 GiB."""
 MOST_PADDING = 0.05
 """A batch that is a quarter full takes no row that would make more of it padding than this."""
 
@@ -226,7 +229,11 @@ def _cut(rows: Sequence[Row], prefix: int, budget: int) -> list[list[Row]]:
         size = row.length - prefix
         count = len(parts[-1]) + 1 if parts else 0
         padding = 1 - (used + size) / (width * count) if count else 0.0
-        full = count * width > budget or (padding > MOST_PADDING and used >= budget / 4)
+        full = (
+            count * width > budget
+            or (prefix and count * (prefix + width) > CACHED * budget)
+            or (padding > MOST_PADDING and used >= budget / 4)
+        )
         if not parts or full:
             parts.append([])
             width, used = size, 0

@@ -70,6 +70,64 @@ def test_branches_longer_than_a_sliding_window_get_rows_of_their_own() -> None:
     assert_same(scored(scorer, short), scorer.model, short)
 
 
+def _odd_model(kind: str) -> Any:
+    """Random models of architectures whose answers are easily changed by sharing."""
+    import transformers as hf
+
+    shape: dict[str, Any] = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "position table":
+        model: Any = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=384, n_embd=64, n_layer=2, n_head=4, n_positions=160))
+    elif kind == "local attention":
+        config = hf.GPTNeoConfig(vocab_size=384, hidden_size=64, num_layers=2, num_heads=4, window_size=16,
+                                 attention_types=[[["global", "local"], 1]], max_position_embeddings=512)  # fmt: skip
+        model = hf.GPTNeoForCausalLM(config)
+    elif kind == "sliding window":
+        model = hf.MistralForCausalLM(hf.MistralConfig(**shape, sliding_window=48))
+    elif kind == "positions by length":
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 130}  # fmt: skip
+        config = hf.Phi3Config(**shape, rope_parameters=rope, max_position_embeddings=512,
+                               original_max_position_embeddings=130, pad_token_id=0)  # fmt: skip
+        model = hf.Phi3ForCausalLM(config)
+    else:
+        config = hf.Llama4TextConfig(**shape, intermediate_size_mlp=128, head_dim=16, attention_chunk_size=32,
+                                     num_local_experts=2, pad_token_id=0)  # fmt: skip
+        model = hf.Llama4ForCausalLM(config)
+    return model.float().eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [("position table", True), ("local attention", True), ("sliding window", True), ("positions by length", False),
+     ("chunked attention", False)],
+)  # fmt: skip
+def test_no_architecture_gets_other_answers(kind: str, shares: bool) -> None:
+    model, requests = _odd_model(kind), few_shot(questions=5)
+    scorer = PrefixScorer(model, budget=256)
+    assert scorer.shares == shares
+    if kind == "positions by length":  # one length a batch: the model itself looks at the longest row
+        requests = requests[:1]
+    assert_same(scored(scorer, requests), model, requests)
+
+
+def test_a_row_beyond_the_window_is_not_masked_with_a_short_branched_one() -> None:
+    model = _odd_model("sliding window")
+    draw = random.Random(2)
+    answers = [Request(tuple(draw.randrange(5, 380) for _ in range(20)), (1, 2, 3)) for _ in range(4)]
+    requests = [*answers, *(Request(one.context, (9, 8)) for one in answers)]
+    requests += [Request(tuple(draw.randrange(5, 380) for _ in range(60)), (4,)) for _ in range(2)]
+    assert_same(scored(PrefixScorer(model, budget=4096), requests), model, requests)
+
+
+def test_padding_has_a_place_in_a_table_of_positions() -> None:
+    model, draw = _odd_model("position table"), random.Random(3)
+    long = tuple(draw.randrange(5, 380) for _ in range(156))
+    requests = [Request(long, (1, 2, 3)), Request(long, (4, 5, 6)), Request(long[:100], (7,))]
+    assert_same(scored(PrefixScorer(model, budget=4096), requests), model, requests)
+
+
 @pytest.mark.parametrize("kv_cache", ["fp8", "nvfp4"])
 def test_a_quantized_kv_cache_changes_nothing(kv_cache: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
     from tiny import quantize_both
@@ -130,6 +188,10 @@ def test_out_of_memory_halves_the_rows_and_loses_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(model, "forward", small)
     found = scored(scorer, requests)
     assert max(sizes) == 2
+    sizes.clear()
+    again = few_shot(subjects=1, shots=100)
+    scored(scorer, again)  # what was too much once is not tried again
+    assert max(sizes) <= 2
     for (value, greedy), (wanted, same) in zip(found, expected, strict=True):
         assert value == pytest.approx(wanted, abs=1e-4)
         assert greedy == same

@@ -48,6 +48,7 @@ def test_every_request_is_predicted_from_exactly_what_precedes_it(
 def test_a_batch_stays_within_its_budget_and_its_rows_begin_alike(requests: list[Request], budget: int) -> None:
     for batch in plan(requests, budget):
         assert len(batch.rows) == 1 or len(batch.rows) * batch.width <= budget
+        assert len(batch.rows) == 1 or len(batch.rows) * (batch.prefix + batch.width) <= sharing.CACHED * budget
         assert len({row.context[: batch.prefix] for row in batch.rows}) == 1
         assert all(batch.prefix < len(row.context) for row in batch.rows)  # its last position is computed
 
