@@ -120,8 +120,8 @@ def rounded(weight: Weight) -> Tensor:
     if kind in ("mxfp4", "w4a8_mxfp4_fp8"):
         return mxfp4_dequantize(mxfp4_quantize(x), x.dtype)
     if kind == "fp8":
-        # As ModelOpt computes it; on CUDA, dividing a tensor would multiply by the reciprocal.
-        scale = torch.tensor(float(weight.quantizer.amax) / E4M3_MAX, device=x.device)
+        # As the export computes it, where the amax is: CUDA multiplies by the reciprocal, a CPU divides.
+        scale = (weight.quantizer._amax.float() / E4M3_MAX).to(x.device)
         return fp8_dequantize(fp8_quantize(x, scale), x.dtype)
     scale = get_weight_scaling_factor(layer)
     if kind == "fp8_pc_pt":

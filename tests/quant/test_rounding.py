@@ -13,6 +13,7 @@ from halfbyte.quant import calibration, configs, ptq
 from halfbyte.quant.checkpoint import quant_format
 from halfbyte.quant.load import open_exported
 from halfbyte.quant.models import locate, open_original
+from halfbyte.quant.numerics import FP8, fp8_dequantize, fp8_quantize
 from halfbyte.quant.rounding import quantized_weights, round_in_place, rounded
 
 
@@ -50,6 +51,31 @@ def test_rounded_weights_are_those_of_modelopts_quantizer_but_for_ties(
         apart = (ours - faked).abs() > 1e-6 * faked.abs()
         assert float(apart.float().mean()) < 0.02, weight.name
         assert float((ours - values).norm()) < 1.01 * float((faked - values).norm()), weight.name
+
+
+def _divides_like_cuda(x: torch.Tensor, y: Any) -> torch.Tensor:
+    return x * (1 / y) if isinstance(y, float) else torch.true_divide(x, y)
+
+
+def test_an_fp8_weight_is_rounded_with_the_scale_that_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA too, where dividing a tensor by a number multiplies by its reciprocal; a CPU is made to do so here."""
+    from modelopt.torch.export.unified_export_hf import _export_quantized_weight
+
+    model = _calibrated(make_model("llama"), tmp_path, "FP8_DEFAULT_CFG")
+    weights = {weight.name: weight for weight in quantized_weights(model)}
+    divided = {name: weight.quantizer.amax / 448.0 for name, weight in weights.items()}
+    monkeypatch.setattr(torch.Tensor, "__truediv__", _divides_like_cuda)
+    ours = {name: rounded(weight).detach() for name, weight in weights.items()}
+    scales = {}
+    for name, weight in weights.items():
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        codes = fp8_quantize(weight.values.detach(), weight.quantizer.amax / 448.0).codes
+        _export_quantized_weight(layer, torch.bfloat16)
+        scales[name] = layer.weight_scale
+        assert torch.equal(ours[name], fp8_dequantize(FP8(codes, layer.weight_scale))), name
+    assert any(scales[name] != divided[name] for name in weights), "both divisions agree: the test tests nothing"
 
 
 def test_modelopts_plain_export_rounds_mxfp4_ties_towards_zero() -> None:
