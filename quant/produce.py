@@ -203,8 +203,8 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
             ptq.calibrate(model, job.config, loop)
         ptq.save_calibration(model, run.calibration, job.key, data=data, seconds=seconds["calibrate"])
     with _timed(seconds, "export"):
-        ptq.settle(model, own)
-        ptq.export(model, tokenizer, run.checkpoint, own)
+        unstable = ptq.settle(model, own)
+        ptq.export(model, tokenizer, run.checkpoint, own, unstable)
     Manifest(
         recipe=job.recipe.name,
         recipe_digest=recipe_digest(job.recipe),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfbyte.quant.backend import register
 from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, FP8_BLOCK, amax_of_scale
 from halfbyte.quant.patches import fused_once
-from halfbyte.quant.rounding import Unstable, kept_buffers, quantized_weights, round_in_place
+from halfbyte.quant.rounding import Unstable, kept_buffers, put_back, quantized_weights, round_in_place
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.digests import file_digest
 from halfbyte.records.errors import UserError
@@ -144,7 +144,7 @@ def load_calibration(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     return facts
 
 
-def settle(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
+def settle(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> list[Unstable]:
     """Makes the model in memory what its export will be, in place.
 
     1. Linears that read the same input (q/k/v, gate/up) get one amax, as loaders that fuse them assume, and smoothing
@@ -158,6 +158,9 @@ def settle(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
     Args:
         model: After calibration.
         dtype: Type of what stays unquantized in the checkpoint.
+
+    Returns:
+        What export() must put back first.
     """
     from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
 
@@ -176,7 +179,7 @@ def settle(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
         _complete(weight.values, weight.quantizer)
         unstable.append(round_in_place(weight, dtype))
         weight.quantizer.disable_quant()
-    model.__dict__["_unstable"] = [found for found in unstable if found is not None]
+    return [found for found in unstable if found is not None]
 
 
 def _kept(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tensor, torch.dtype]]:
@@ -207,7 +210,13 @@ def scale_divisor(name: str, quantizer: Any) -> float:
     return E2M1_MAX * E4M3_MAX
 
 
-def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
+def export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype,
+    unstable: Sequence[Unstable],
+) -> None:
     """Writes the settled model in ModelOpt's unified Hugging Face layout, with tokenizer and generation config.
 
     The folder appears whole or not at all. The model is packed in place and of no further use.
@@ -217,6 +226,7 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: P
         tokenizer: Saved beside the weights, with its chat template.
         folder: The run's checkpoint/ folder.
         dtype: Type of what stays unquantized.
+        unstable: What settle() gave.
 
     Raises:
         UserError: when the disk is full.
@@ -224,17 +234,19 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: P
     from modelopt.torch.export import export_hf_checkpoint
 
     weight_only = _is_mxfp4_weight_only(model)
-    unstable: list[Unstable] = model.__dict__.pop("_unstable", [])
-    with torch.no_grad():
-        for values, where, original in unstable:
-            values[where] = original
-        for tensor, kind in _kept(model, dtype):
-            tensor.data = tensor.data.to(kind)
+    put_back(model, unstable)
+    _cast_kept(model, dtype)
     with atomic_folder(folder) as partial, quiet_upstream(), fused_once():
         export_hf_checkpoint(model, dtype=dtype, export_dir=partial)
         tokenizer.save_pretrained(partial)
         if weight_only:
             _declare_weight_only(partial)
+
+
+def _cast_kept(model: nn.Module, dtype: torch.dtype) -> None:
+    """A function of its own, so that no name of a weight outlives it: packing frees each weight as it goes."""
+    for tensor, kind in _kept(model, dtype):
+        tensor.data = tensor.data.to(kind)
 
 
 def _is_mxfp4_weight_only(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -90,10 +90,58 @@ def as_layer(weight: Weight) -> nn.Module:
 
 
 def _squares(scale: Tensor, shape: torch.Size) -> Tensor:
-    """A scale for each value: scales of squares in any of ModelOpt's shapes, expanded to a weight [out, in]."""
-    rows, columns = (-(-side // FP8_BLOCK) for side in shape)
-    expanded = scale.reshape(rows, columns).repeat_interleave(FP8_BLOCK, dim=0).repeat_interleave(FP8_BLOCK, dim=1)
+    """A scale for each value of rows [n, in]: scales [ceil(n / 128), ceil(in / 128)] of squares, expanded."""
+    expanded = scale.repeat_interleave(FP8_BLOCK, dim=0).repeat_interleave(FP8_BLOCK, dim=1)
     return expanded[: shape[0], : shape[1]]
+
+
+def _rounding(weight: Weight) -> Callable[[Tensor, slice], Tensor]:
+    """What rounds some rows of a weight, given their values [n, in] and which rows of the weight they are.
+
+    What it needs of the whole weight, it takes from the quantizer now; the first of the rows is a multiple of 128.
+    """
+    from modelopt.torch.export.quant_utils import (
+        get_quantization_format,
+        get_weight_scaling_factor,
+        get_weight_scaling_factor_2,
+    )
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    layer = as_layer(weight)
+    kind = get_quantization_format(layer)
+    if kind == "mxfp8":
+        return lambda x, rows: mxfp8_dequantize(mxfp8_quantize(x), x.dtype)  # noqa: ARG005
+    if kind in ("mxfp4", "w4a8_mxfp4_fp8"):
+        return lambda x, rows: mxfp4_dequantize(mxfp4_quantize(x), x.dtype)  # noqa: ARG005
+    if kind == "fp8":
+        # As the export computes it, where the amax is: CUDA multiplies by the reciprocal, a CPU divides.
+        tensors = (weight.quantizer._amax.float() / E4M3_MAX).to(weight.values.device)
+        return lambda x, rows: fp8_dequantize(fp8_quantize(x, tensors), x.dtype)  # noqa: ARG005
+    if kind == "fp8_pc_pt":
+        channels = get_weight_scaling_factor(layer).reshape(-1, 1)
+        return lambda x, rows: fp8_dequantize(fp8_quantize(x, channels[rows]), x.dtype)
+    if kind == "fp8_pb_wo":
+        squares = get_weight_scaling_factor(layer).reshape([-(-side // FP8_BLOCK) for side in weight.values.shape])
+
+        def by_squares(x: Tensor, rows: slice) -> Tensor:
+            scale = _squares(squares[rows.start // FP8_BLOCK : -(-rows.stop // FP8_BLOCK)], x.shape)
+            return (e4m3_round(x.float() / scale).float() * scale).to(x.dtype)
+
+        return by_squares
+    scale_2 = get_weight_scaling_factor_2(layer)
+    if scale_2 is None:
+        raise NotImplementedError(f"{weight.name} is quantized as {kind}")
+    static = get_weight_scaling_factor(layer) if NVFP4QTensor._is_static_quantizer(weight.quantizer) else None
+
+    def nvfp4(x: Tensor, rows: slice) -> Tensor:
+        # Blocks without a scale of their own get it from their values.
+        scale = get_weight_scaling_factor(as_layer(weight._replace(values=x))) if static is None else static[rows]
+        step = (scale.float() * scale_2).unsqueeze(-1)
+        blocks = x.float().reshape(*scale.shape, -1)
+        values: Tensor = (e2m1_round(blocks / step) * step).flatten(-2).to(x.dtype)
+        return values
+
+    return nvfp4
 
 
 def rounded(weight: Weight) -> Tensor:
@@ -106,52 +154,32 @@ def rounded(weight: Weight) -> Tensor:
     Raises:
         NotImplementedError: for a format that ModelOpt does not export.
     """
-    from modelopt.torch.export.quant_utils import (
-        get_quantization_format,
-        get_weight_scaling_factor,
-        get_weight_scaling_factor_2,
-    )
-
-    layer = as_layer(weight)
-    kind = get_quantization_format(layer)
-    x = weight.values.detach()
-    if kind == "mxfp8":
-        return mxfp8_dequantize(mxfp8_quantize(x), x.dtype)
-    if kind in ("mxfp4", "w4a8_mxfp4_fp8"):
-        return mxfp4_dequantize(mxfp4_quantize(x), x.dtype)
-    if kind == "fp8":
-        # As the export computes it, where the amax is: CUDA multiplies by the reciprocal, a CPU divides.
-        scale = (weight.quantizer._amax.float() / E4M3_MAX).to(x.device)
-        return fp8_dequantize(fp8_quantize(x, scale), x.dtype)
-    scale = get_weight_scaling_factor(layer)
-    if kind == "fp8_pc_pt":
-        return fp8_dequantize(fp8_quantize(x, scale), x.dtype)
-    if kind == "fp8_pb_wo":
-        scale = _squares(scale, x.shape)
-        return (e4m3_round(x.float() / scale).float() * scale).to(x.dtype)
-    scale_2 = get_weight_scaling_factor_2(layer)
-    if scale_2 is None:
-        raise NotImplementedError(f"{weight.name} is quantized as {kind}")
-    step = (scale.float() * scale_2).unsqueeze(-1)
-    blocks = x.float().reshape(*scale.shape, -1)
-    values: Tensor = (e2m1_round(blocks / step) * step).flatten(-2).to(x.dtype)
-    return values
+    return _rounding(weight)(weight.values.detach(), slice(0, len(weight.values)))
 
 
 class Unstable(NamedTuple):
     """Values of a weight whose rounded form would be exported as other codes than they."""
 
-    values: Tensor
-    """The weight, a view into the model."""
-    where: Tensor
-    """bool, of the weight's shape."""
+    name: str
+    """The weight's; no view of it, which would keep it in memory while it is packed."""
+    where: tuple[Tensor, ...]
+    """int64, an index for each dimension of the weight."""
     original: Tensor
     """What gives the right codes at export."""
 
 
+def _chunks(values: Tensor) -> Iterator[slice]:
+    """Rows of a weight, some millions of values at a time on CUDA, and as many as a CPU's cache holds there."""
+    rows = len(values)
+    width = values.numel() // max(rows, 1)
+    step = max((2**22 if values.is_cuda else 2**19) // max(width, 1) // FP8_BLOCK, 1) * FP8_BLOCK
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
 @torch.no_grad()
 def round_in_place(weight: Weight, dtype: torch.dtype) -> Unstable | None:
-    """Rounds a weight in place; what must be put back before export, if anything.
+    """Rounds a weight in place, some rows at a time; what must be put back before export, if anything.
 
     NVFP4's block scales are exported from the largest value of a block. Where such a scale is near the smallest E4M3
     value, the rounded block can have another: no more than 4e-5 of the tensor's magnitude.
@@ -160,15 +188,30 @@ def round_in_place(weight: Weight, dtype: torch.dtype) -> Unstable | None:
         weight: A quantized weight.
         dtype: The type it will be exported from.
     """
-    once = rounded(weight)
-    again = rounded(weight._replace(values=once.to(dtype).to(once.dtype)))
-    moved = again != once
-    found = None
-    if bool(moved.any()):
-        blocks = weight.quantizer.block_sizes or {}
-        size = int(blocks.get(-1) or once.shape[-1])
-        block = moved.reshape(*moved.shape[:-1], -1, size).any(dim=-1)
-        where = block.repeat_interleave(size, dim=-1)
-        found = Unstable(weight.values, where, weight.values[where].clone())
-    weight.values.copy_(once)
-    return found
+    values, round_rows = weight.values.detach(), _rounding(weight)
+    size = int((weight.quantizer.block_sizes or {}).get(-1) or values.shape[-1])
+    places: list[tuple[Tensor, ...]] = []
+    originals = []
+    for rows in _chunks(values):
+        part = values[rows]
+        once = round_rows(part, rows)
+        moved = round_rows(once.to(dtype).to(once.dtype), rows) != once
+        if bool(moved.any()):
+            block = moved.reshape(*moved.shape[:-1], -1, size).any(dim=-1)
+            first, *others = block.repeat_interleave(size, dim=-1).nonzero(as_tuple=True)
+            originals.append(part[(first, *others)])
+            places.append((first + rows.start, *others))
+        part.copy_(once)
+    if not places:
+        return None
+    return Unstable(weight.name, tuple(map(torch.cat, zip(*places, strict=True))), torch.cat(originals))
+
+
+@torch.no_grad()
+def put_back(model: nn.Module, unstable: Iterable[Unstable]) -> None:
+    """Gives a settled model the values that its export needs; those who hold them must settle again to round them."""
+    found = {entry.name: entry for entry in unstable}
+    for weight in quantized_weights(model):
+        if weight.name in found:
+            _, where, original = found[weight.name]
+            weight.values[where] = original

@@ -28,8 +28,8 @@ def test_a_forward_pass_of_512_tokens_on_a_cpu(preset: str, smollm2: Path, tmp_p
     texts = calibration.tokenize(["The quick brown fox jumps over the lazy dog. " * 8] * 4, tokenizer, 64)
     loop = calibration.forward_loop(texts, tokens_per_row=256, pack=True)
     ptq.calibrate(model, configs.quant_config(spec(preset, None)), loop)
-    ptq.settle(model)
-    ptq.export(model, tokenizer, tmp_path / "checkpoint", torch.bfloat16)
+    unstable = ptq.settle(model)
+    ptq.export(model, tokenizer, tmp_path / "checkpoint", torch.bfloat16, unstable)
     baseline = load(ModelSpec(id=str(smollm2)), device="cpu").model
     candidate = load(ModelSpec(id=str(tmp_path / "checkpoint")), device="cpu").model
     ids = torch.arange(TOKENS).unsqueeze(0)

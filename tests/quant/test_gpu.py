@@ -27,7 +27,7 @@ def test_read_back_on_cuda(family: str, preset: str, kv_cache: str | None, tmp_p
     model = open_original(source, weights=torch.bfloat16, compute=torch.bfloat16, device=CUDA)
     loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True)
     ptq.calibrate(model, configs.quant_config(spec(preset, kv_cache)), loop)
-    ptq.settle(model)
+    unstable = ptq.settle(model)
     weights = {
         name: module.weight_quantizer(module.weight).detach().clone()
         for name, module in model.named_modules()
@@ -35,7 +35,7 @@ def test_read_back_on_cuda(family: str, preset: str, kv_cache: str | None, tmp_p
     }
     with torch.no_grad():
         memory = model(inputs).logits
-    ptq.export(model, tiny_tokenizer, tmp_path / "checkpoint", torch.bfloat16)
+    ptq.export(model, tiny_tokenizer, tmp_path / "checkpoint", torch.bfloat16, unstable)
     declared = quant_format(tmp_path / "checkpoint")
     assert declared is not None
     read_back = open_exported(locate(str(tmp_path / "checkpoint")), declared, dtype=torch.bfloat16, device=CUDA)

@@ -57,8 +57,8 @@ def test_settling_twice_changes_nothing(preset: str, tmp_path: Path) -> None:
 
 def test_linears_that_read_the_same_input_share_their_scales(tmp_path: Path, tiny_tokenizer: Any) -> None:
     model = _calibrated(tmp_path / "model", "nvfp4", "fp8")
-    ptq.settle(model)
-    ptq.export(model, tiny_tokenizer, tmp_path / "checkpoint", torch.bfloat16)
+    unstable = ptq.settle(model)
+    ptq.export(model, tiny_tokenizer, tmp_path / "checkpoint", torch.bfloat16, unstable)
     with safe_open(tmp_path / "checkpoint" / "model.safetensors", framework="pt") as file:
         for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
             names = [name for name in file.keys() if any(f".{part}." in name for part in group)]  # noqa: SIM118
@@ -71,14 +71,14 @@ def test_linears_that_read_the_same_input_share_their_scales(tmp_path: Path, tin
 def test_a_kept_calibration_gives_the_same_checkpoint(tmp_path: Path, tiny_tokenizer: Any) -> None:
     model = _calibrated(tmp_path / "model", "nvfp4", "fp8")
     ptq.save_calibration(model, tmp_path / "calibration", "key")
-    ptq.settle(model)
-    ptq.export(model, tiny_tokenizer, tmp_path / "first", torch.bfloat16)
+    unstable = ptq.settle(model)
+    ptq.export(model, tiny_tokenizer, tmp_path / "first", torch.bfloat16, unstable)
     assert ptq.has_calibration(tmp_path / "calibration", "key")
     assert not ptq.has_calibration(tmp_path / "calibration", "another key")
     again = open_original(locate(str(tmp_path / "model")), weights=torch.bfloat16, compute=torch.float32, device=CPU)
     ptq.load_calibration(again, tmp_path / "calibration")
-    ptq.settle(again)
-    ptq.export(again, tiny_tokenizer, tmp_path / "second", torch.bfloat16)
+    unstable = ptq.settle(again)
+    ptq.export(again, tiny_tokenizer, tmp_path / "second", torch.bfloat16, unstable)
     assert model_digest(tmp_path / "first") == model_digest(tmp_path / "second")
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +13,13 @@ import pytest
 import torch
 from tiny import CPU, make_model, sequences, spec
 
-from halfbyte.quant import calibration, configs, ptq
+from halfbyte.quant import calibration, configs, ptq, rounding
+from halfbyte.quant.backend import register
 from halfbyte.quant.checkpoint import quant_format
 from halfbyte.quant.load import open_exported
 from halfbyte.quant.models import locate, open_original
 from halfbyte.quant.numerics import FP8, fp8_dequantize, fp8_quantize
-from halfbyte.quant.rounding import quantized_weights, round_in_place, rounded
+from halfbyte.quant.rounding import Weight, quantized_weights, round_in_place, rounded
 
 
 def _calibrated(model: Any, folder: Path, preset: str) -> Any:
@@ -96,14 +101,112 @@ def test_blocks_near_the_smallest_scale_are_exported_as_they_are_in_memory(tmp_p
         weight = model.model.layers[0].mlp.down_proj.weight
         weight[:, 16:] *= torch.rand(64, 112, generator=generator) * 3e-5  # scales of a few times 2^-9
     opened = _calibrated(model, tmp_path / "model", "NVFP4_DEFAULT_CFG")
-    ptq.settle(opened)
-    assert opened.__dict__["_unstable"], "no block is near the smallest scale: the test tests nothing"
+    unstable = ptq.settle(opened)
+    assert unstable, "no block is near the smallest scale: the test tests nothing"
     memory = opened.model.layers[0].mlp.down_proj.weight.detach().clone()
-    ptq.export(opened, tiny_tokenizer, tmp_path / "checkpoint", torch.bfloat16)
+    ptq.export(opened, tiny_tokenizer, tmp_path / "checkpoint", torch.bfloat16, unstable)
     declared = quant_format(tmp_path / "checkpoint")
     assert declared is not None
     found = open_exported(locate(str(tmp_path / "checkpoint")), declared, dtype=torch.float32, device=CPU)
     assert torch.equal(found.model.layers[0].mlp.down_proj.weight, memory)
+
+
+def _linear(preset: str, rows: int, columns: int) -> tuple[Weight, Any]:
+    """One random weight [rows, columns] in bfloat16, and the quantized linear it is of."""
+    import modelopt.torch.quantization as mtq
+
+    register()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16))
+    inputs = torch.randn(4, columns, dtype=torch.bfloat16)
+    with torch.no_grad():
+        mtq.quantize(model, copy.deepcopy(getattr(mtq, preset)), lambda model: model(inputs))
+    (weight,) = quantized_weights(model)
+    ptq._complete(weight.values, weight.quantizer)
+    return weight, model[0]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rounding_by_rows_is_rounding_at_once(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, _ = _linear(preset, 304, 160)
+    once = rounded(weight)
+    assert len(list(rounding._chunks(weight.values))) == 1
+    parts = [slice(0, 128), slice(128, 256), slice(256, 304)]
+    monkeypatch.setattr(rounding, "_chunks", lambda values: parts if len(values) == 304 else None)
+    round_in_place(weight, torch.bfloat16)
+    assert torch.equal(weight.values, once)
+
+
+def test_what_is_put_back_is_in_its_place_whatever_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, layer = _linear("NVFP4_DEFAULT_CFG", 304, 160)
+    with torch.no_grad():
+        weight.values[130:, 16:] *= torch.rand(174, 9).repeat_interleave(16, dim=1) * 2e-5
+    before = weight.values.detach().clone()
+    found = round_in_place(weight, torch.bfloat16)
+    assert found is not None
+    weight.values.detach().copy_(before)
+    monkeypatch.setattr(rounding, "_chunks", lambda _: [slice(0, 128), slice(128, 256), slice(256, 304)])
+    by_rows = round_in_place(weight, torch.bfloat16)
+    assert by_rows is not None
+    assert all(map(torch.equal, by_rows.where, found.where))
+    assert torch.equal(by_rows.original, before[found.where])
+    rounding.put_back(layer, [by_rows._replace(name=".weight")])
+    assert torch.equal(weight.values[found.where], before[found.where])
+
+
+def _peak(work: Callable[[], object]) -> int:
+    """The most bytes that torch held at once while `work` ran, beside those held before."""
+    from torch._C._profiler import _EventType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    changes: list[tuple[int, int]] = []
+
+    def collect(events: list[Any]) -> None:
+        for event in events:
+            if event.tag == _EventType.Allocation:
+                changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+            collect(event.children)
+
+    assert profiled.profiler is not None
+    collect(profiled.profiler.kineto_results.experimental_event_tree())
+    return max(accumulate(size for _, size in sorted(changes, key=lambda change: change[0])))
+
+
+@pytest.mark.parametrize("preset", ["FP8_DEFAULT_CFG", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", "NVFP4_DEFAULT_CFG"])
+def test_rounding_a_large_weight_takes_less_memory_than_modelopts_export_of_it(preset: str) -> None:
+    from modelopt.torch.export.unified_export_hf import _export_quantized_weight
+
+    weight, layer = _linear(preset, 2048, 4096)
+    settling = _peak(lambda: round_in_place(weight, torch.bfloat16))
+    exporting = _peak(lambda: _export_quantized_weight(layer, torch.bfloat16))
+    print(f"{settling / weight.values.numel():.2f} and {exporting / weight.values.numel():.2f} bytes a weight")
+    assert settling < 2 * weight.values.numel()
+    assert settling < exporting
+
+
+def test_packing_frees_each_weight_as_it_goes(
+    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[:, 16:] *= 1e-5
+    opened = _calibrated(model, tmp_path / "model", "NVFP4_DEFAULT_CFG")
+    unstable = ptq.settle(opened)
+    assert unstable, "nothing is put back: the test tests less"
+    held = {weight.name: weakref.ref(weight.values) for weight in quantized_weights(opened)}
+    packed = []
+
+    def pack(model: Any, **_: object) -> None:
+        for name, weight in held.items():
+            model.get_submodule(name.removesuffix(".weight")).weight = torch.nn.Parameter(torch.zeros(1))
+            assert weight() is None, f"{name} is still in memory"
+            packed.append(name)
+
+    monkeypatch.setattr("modelopt.torch.export.export_hf_checkpoint", pack)
+    ptq.export(opened, tiny_tokenizer, tmp_path / "checkpoint", torch.bfloat16, unstable)
+    assert len(packed) == 14
 
 
 def test_rounding_twice_is_rounding_once(tmp_path: Path) -> None:

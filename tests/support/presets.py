@@ -173,10 +173,10 @@ def measure(case: Case, tokenizer: Any, folder: Path) -> str:
     model = open_original(source, weights=torch.bfloat16, compute=torch.float32, device=CPU)
     ptq.calibrate(model, config, calibration.forward_loop(sequences(), tokens_per_row=64, pack=True))
     ptq.save_calibration(model, folder / "calibration", "key")
-    ptq.settle(model)
+    unstable = ptq.settle(model)
     with torch.no_grad():
         logits = model(INPUTS).logits
-    ptq.export(model, tokenizer, folder / "checkpoint", torch.bfloat16)
+    ptq.export(model, tokenizer, folder / "checkpoint", torch.bfloat16, unstable)
     declared = quant_format(folder / "checkpoint")
     assert declared is not None
     failed = [check.name for check in verify(folder / "checkpoint") if not check.passed]
@@ -208,8 +208,8 @@ def _same_after_a_crash(source: Any, tokenizer: Any, folder: Path) -> bool:
     """Whether the calibration that was kept gives the same checkpoint."""
     model = open_original(source, weights=torch.bfloat16, compute=torch.float32, device=CPU)
     ptq.load_calibration(model, folder / "calibration")
-    ptq.settle(model)
-    ptq.export(model, tokenizer, folder / "again", torch.bfloat16)
+    unstable = ptq.settle(model)
+    ptq.export(model, tokenizer, folder / "again", torch.bfloat16, unstable)
     return model_digest(folder / "again") == model_digest(folder / "checkpoint")
 
 

@@ -68,8 +68,8 @@ def export(family: str, block: QuantizeSpec, tokenizer: Any, folder: Path) -> Pa
     model = open_original(locate(str(source)), weights=torch.bfloat16, compute=torch.float32, device=CPU)
     loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True)
     ptq.calibrate(model, configs.quant_config(block), loop)
-    ptq.settle(model)
-    ptq.export(model, tokenizer, folder / "checkpoint", torch.bfloat16)
+    unstable = ptq.settle(model)
+    ptq.export(model, tokenizer, folder / "checkpoint", torch.bfloat16, unstable)
     return folder / "checkpoint"
 
 
@@ -108,7 +108,7 @@ def quantize_both(
     model = open_original(locate(str(source)), weights=torch.bfloat16, compute=compute, device=CPU)
     loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True)
     ptq.calibrate(model, configs.quant_config(block), loop)
-    ptq.settle(model)
+    unstable = ptq.settle(model)
     quantized = {
         name: module
         for name, module in model.named_modules()
@@ -121,7 +121,7 @@ def quantize_both(
         memory_logits = model(inputs).logits
         for module in quantized.values():
             module.weight_quantizer.enable()
-    ptq.export(model, tokenizer, folder, torch.bfloat16)
+    ptq.export(model, tokenizer, folder, torch.bfloat16, unstable)
     declared = quant_format(folder)
     assert declared is not None
     read_back = open_exported(locate(str(folder)), declared, dtype=compute, device=CPU)
