@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,21 +53,25 @@ def calibrate(model: PreTrainedModel, config: dict[str, Any], loop: Callable[[nn
         loop: The calibration loop.
 
     Raises:
-        UserError: when a calibrated amax is not a finite number, naming the quantizer.
+        UserError: when an amax is not a finite number.
     """
     import modelopt.torch.quantization as mtq
 
     register()
-    with quiet_upstream(), torch.no_grad():
-        mtq.quantize(model, config, loop)
+    hint = "the model overflows on these texts in the type it computes in; leave them out, or look at its weights"
+    try:
+        with quiet_upstream(), torch.no_grad():
+            mtq.quantize(model, config, loop)
+    except AssertionError as error:  # ModelOpt's calibrator does not name the quantizer
+        found = re.match(r"detected (inf|nan) values in amax", str(error))
+        if found is None:
+            raise
+        raise UserError(f"calibration met activations or weights that are {found[1]}", hint) from error
     for name, quantizer in quantizers(model).items():
         for kind in ("_amax", "_pre_quant_scale"):
             found = getattr(quantizer, kind, None)
             if found is not None and not bool(torch.isfinite(found).all()):
-                raise UserError(
-                    f"calibration of {name} gave {kind.removeprefix('_')} values that are not finite",
-                    "the model overflows on these texts",
-                )
+                raise UserError(f"calibration of {name} gave {kind.removeprefix('_')} values that are not finite", hint)
 
 
 def save_calibration(model: nn.Module, folder: Path, key: str, **facts: Any) -> None:

@@ -68,6 +68,26 @@ def test_linears_that_read_the_same_input_share_their_scales(tmp_path: Path, tin
                     assert len(values) == 1
 
 
+@pytest.mark.parametrize(("factor", "met"), [(1e38, "inf"), (float("nan"), "nan")])
+@pytest.mark.parametrize("preset", ["fp8", "nvfp4", "NVFP4_AWQ_LITE_CFG"])
+def test_a_model_that_overflows_is_named_as_such(factor: float, met: str, preset: str, tmp_path: Path) -> None:
+    model = make_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight *= factor
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=rf"calibration .*(are {met}|not finite).*the model overflows on these texts"):
+        _calibrated(tmp_path / "model", preset)
+
+
+def test_another_assertion_of_modelopt_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr("modelopt.torch.quantization.quantize", fail)
+    with pytest.raises(AssertionError, match="a bug"):
+        _calibrated(tmp_path / "model", "fp8")
+
+
 def test_a_kept_calibration_gives_the_same_checkpoint(tmp_path: Path, tiny_tokenizer: Any) -> None:
     model = _calibrated(tmp_path / "model", "nvfp4", "fp8")
     ptq.save_calibration(model, tmp_path / "calibration", "key")
