@@ -1,7 +1,8 @@
 """Checks of a checkpoint against the original model: is each weight that layer's, is what was kept the same.
 
 The error of a layer is that of its dequantized weight, relative to the original's size (both as the root of the sum of
-squares). It is compared with the error of rounding the original to the same format, so that no bound is guessed.
+squares). It is compared with the error of rounding the original to the same format, so that no bound is guessed; see
+halfbyte.quant.weight_error.
 Shards or layers that were swapped, transposed weights, codes in another order and scales of another layer are far off.
 """
 
@@ -12,52 +13,41 @@ import re
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from halfbyte.quant.checkpoint import plain_dtype
 from halfbyte.quant.checks import Checkpoint, Rule
 from halfbyte.quant.layouts import NVFP4_AWQ, NVFP4_SVD, Layer, is_kv
-from halfbyte.quant.numerics import (
-    MX_BLOCK,
-    NVFP4_BLOCK,
-    fp8_block_dequantize,
-    fp8_block_quantize,
-    fp8_dequantize,
-    fp8_quantize,
-    fp8_scale,
-    mxfp4_dequantize,
-    mxfp4_quantize,
-    mxfp8_dequantize,
-    mxfp8_quantize,
-    nvfp4_dequantize,
-    nvfp4_quantize,
-    nvfp4_scale_2,
-)
-from halfbyte.quant.packed import dequantize
+from halfbyte.quant.shards import Shards
+from halfbyte.quant.weight_error import BLOCK_ERROR, Misfit, distance
 
-# GPTQ and clipped weights are up to 1.5 times as far from the original as rounded ones; damage starts at twice.
-_FACTOR, _SLACK = 1.7, 0.01
-# A block whose scale was changed by a factor of 2 or more.
-_BLOCK_ERROR = 0.75
-_ROWS = 1024  # a multiple of FP8's squares
-_SQUARE = 128
 _NUMBER = re.compile(r"\.layers\.(\d+)\.")
 _CODE_BITS = {"fp8": 8.0, "fp8_channel": 8.0, "fp8_block": 8.0, "nvfp4": 4.0, "mxfp4": 4.0, "mxfp8": 8.0}
 _SIZE_SLACK = 0.01
 BITS_OF_DTYPE = {"bfloat16": 16, "float16": 16, "float32": 32}
+_PIECE = 2**20
+"""Values of a kept weight compared at once."""
+# ModelOpt writes the names of transformers' Mixtral where it cannot turn them back into those of the files.
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def source_name(at: Checkpoint, layer: Layer) -> str | None:
     """The original's tensor of a quantized weight; None where it has none."""
-    assert at.source is not None
-    name = f"{layer.module}.{layer.parameter}"
     projection = layer.module.rpartition(".")[2]
     renamed = f"{layer.module.removesuffix(projection)}{_MIXTRAL.get(projection, projection)}.weight"
-    for candidate in (name, renamed, renamed.replace(".mlp.", ".block_sparse_moe.")):
-        if candidate in at.source:
-            return candidate
-    return None
+    return _first_in_source(at, f"{layer.module}.{layer.parameter}", renamed, _mixtral_block(renamed))
+
+
+def _kept_source_name(at: Checkpoint, name: str) -> str | None:
+    return _first_in_source(at, name, _mixtral_block(name))
+
+
+def _mixtral_block(name: str) -> str:
+    return name.replace(".mlp.", ".block_sparse_moe.")
+
+
+def _first_in_source(at: Checkpoint, *candidates: str) -> str | None:
+    assert at.source is not None
+    return next((name for name in candidates if name in at.source), None)
 
 
 def _weight_error(at: Checkpoint) -> Iterator[str]:
@@ -70,18 +60,23 @@ def _weight_error(at: Checkpoint) -> Iterator[str]:
             if not (layer.codes.endswith("_blocks") or _is_further(at, layer.codes)):
                 yield f"{layer.codes} has no counterpart in the source"
             continue
-        original = at.source[name].float()
+        folded = at.format_of(layer) == NVFP4_AWQ
+        whole = folded or at.format_of(layer) == NVFP4_SVD
         try:
-            weight = _values(at, layer)
+            found = distance(at.shards, at.source, layer, name, folded=folded, blocks=not whole)
+        except Misfit as error:
+            yield f"{layer.codes} {error}"
         except (ValueError, RuntimeError) as error:
             yield f"{layer.codes} cannot be dequantized: {str(error).splitlines()[0]}"
-            continue
-        if weight.shape == original.mT.shape and weight.shape != original.shape and weight.dim() == 3:
-            original = original.mT
-        if weight.shape != original.shape:
-            yield f"{layer.codes} stands for a weight of {list(weight.shape)}, the source has {list(original.shape)}"
-            continue
-        yield from _compare(at, layer, weight, original)
+        else:
+            if found.size == 0 and found.error:
+                yield f"{layer.codes} is not zero, and the source is"
+            elif not found.close:
+                off = f"{found.error:.1%} off the source's weight"
+                yield f"{layer.codes} is {off}, rounding alone {found.expected:.1%}"
+            elif found.wrong_blocks:
+                off = f"more than {BLOCK_ERROR:.0%} off the source's weight"
+                yield f"{layer.codes}: {found.wrong_blocks} blocks are {off}"
 
 
 def _is_further(at: Checkpoint, name: str) -> bool:
@@ -90,113 +85,39 @@ def _is_further(at: Checkpoint, name: str) -> bool:
     return number is not None and isinstance(last, int) and int(number[1]) >= last
 
 
-def _compare(at: Checkpoint, layer: Layer, weight: Tensor, original: Tensor) -> Iterator[str]:
-    size = float(original.norm())
-    if size == 0:
-        if bool(weight.any()):
-            yield f"{layer.codes} is not zero, and the source is"
-        return
-    expected = float((_rounded(layer, original) - original).norm()) / size
-    folded = at.format_of(layer) == NVFP4_AWQ
-    if folded:
-        _fit_(weight, original)
-    error = float((weight - original).norm()) / size
-    if not error <= _FACTOR * expected + _SLACK:
-        yield f"{layer.codes} is {error:.1%} off the source's weight, rounding alone {expected:.1%}"
-    elif layer.storage in ("nvfp4", "mxfp4", "mxfp8") and not folded and at.format_of(layer) != NVFP4_SVD:
-        block = NVFP4_BLOCK if layer.storage == "nvfp4" else MX_BLOCK
-        sizes = original.reshape(-1, block).norm(dim=-1)
-        errors = (weight - original).reshape(-1, block).norm(dim=-1)
-        typical = size / math.sqrt(original.numel()) * math.sqrt(block)
-        wrong = int(((errors > _BLOCK_ERROR * sizes) & (errors > _BLOCK_ERROR * 0.1 * typical)).sum())
-        if wrong:
-            yield f"{layer.codes}: {wrong} blocks are more than {_BLOCK_ERROR:.0%} off the source's weight"
-
-
-def _values(at: Checkpoint, layer: Layer) -> Tensor:
-    """The weight that a layer's tensors stand for, in float32, in the original's layout."""
-    codes, scale = at.shards[layer.codes], at.shards[layer.scale]
-    scale_2 = None if layer.scale_2 is None else at.shards[layer.scale_2].float()
-    if layer.codes.endswith("_blocks"):
-        codes = codes.flatten(-2)
-    if codes.dim() == 3:
-        return _stack(layer, codes, scale, scale_2)
-    parts = []
-    for start in range(0, len(codes), _ROWS):
-        own = scale
-        if layer.storage in ("nvfp4", "mxfp4", "mxfp8", "fp8_channel"):
-            own = scale[start : start + _ROWS]
-        elif layer.storage == "fp8_block" and scale.numel() > 1:
-            squares = scale.reshape([-(-size // _SQUARE) for size in codes.shape])
-            own = squares[start // _SQUARE : (start + _ROWS) // _SQUARE]
-        parts.append(dequantize(layer.storage, codes[start : start + _ROWS], own, scale_2, torch.float32))
-    weight = torch.cat(parts)
-    if layer.lora_a is not None and layer.lora_b is not None:
-        weight += at.shards[layer.lora_b].float() @ at.shards[layer.lora_a].float()
-    if layer.pre_quant_scale is not None:
-        weight *= at.shards[layer.pre_quant_scale].float()
-    return weight
-
-
-def _stack(layer: Layer, codes: Tensor, scale: Tensor, scale_2: Tensor | None) -> Tensor:
-    """Experts one by one; a stack that lies across is turned around."""
-    across = layer.storage in ("nvfp4", "mxfp4") and scale.dim() == 3 and scale.shape[2] == codes.shape[2]
-    parts = []
-    for index, one in enumerate(codes):
-        own = scale[index] if scale.dim() == 3 or (layer.storage == "fp8_channel" and scale.dim() == 2) else scale
-        second = scale_2 if scale_2 is None or scale_2.numel() == 1 else scale_2[index]
-        if layer.storage == "fp8_channel" and own.numel() == one.shape[-1] != one.shape[0]:
-            parts.append(one.float() * own.float().reshape(1, -1))
-            continue
-        if across:
-            one, own = one.mT.contiguous(), own.mT.contiguous()
-        parts.append(dequantize(layer.storage, one, own, second, torch.float32))
-    return torch.stack(parts)
-
-
-def _rounded(layer: Layer, original: Tensor) -> Tensor:
-    """The original through the layer's format and back."""
-    if layer.storage == "nvfp4":
-        scale_2 = nvfp4_scale_2(original.abs().amax())
-        return nvfp4_dequantize(nvfp4_quantize(original, scale_2))
-    if layer.storage == "mxfp4":
-        return mxfp4_dequantize(mxfp4_quantize(original))
-    if layer.storage == "mxfp8":
-        return mxfp8_dequantize(mxfp8_quantize(original))
-    if layer.storage == "fp8_block" and original.dim() == 2:
-        quantized = fp8_block_quantize(original, _SQUARE)
-        return fp8_block_dequantize(quantized.codes, quantized.scale, torch.float32, _SQUARE)
-    return fp8_dequantize(fp8_quantize(original, fp8_scale(original.abs().amax())))
-
-
-def _fit_(weight: Tensor, original: Tensor) -> None:
-    """Undoes AWQ's scales, in place, where they were folded into the layer before or after: one a column, one a row."""
-    for dim in (0, 1):
-        scale = (weight * original).sum(dim=dim, keepdim=True) / weight.square().sum(dim=dim, keepdim=True)
-        weight *= scale.nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)
-
-
 def _kept_weights(at: Checkpoint) -> Iterator[str]:
     if at.source is None:
         return
     folds = NVFP4_AWQ in (at.declared.algorithm, *at.declared.layers.values())
-    for name in at.seen.kept:
-        if name not in at.source or (folds and ("norm" in name or name.endswith("bias"))):
+    found = {name: _kept_source_name(at, name) for name in at.seen.kept}
+    for name, original in found.items():
+        if original is None or (folds and ("norm" in name or name.endswith("bias"))):
             continue
-        ours, theirs = at.shards[name], at.source[name]
-        if ours.shape != theirs.shape:
-            yield f"{name} has shape {list(ours.shape)}, in the source {list(theirs.shape)}"
-        elif not torch.equal(ours, theirs.to(ours.dtype)):
+        ours, theirs = at.shards.shape(name), at.source.shape(original)
+        if ours != theirs:
+            yield f"{name} has shape {list(ours)}, in the source {list(theirs)}"
+        elif not _same(at.shards, name, at.source, original):
             yield f"{name} is kept and differs from the source's"
-    quantized = {source_name(at, layer) for layer in at.layers}
+    there = {*found.values(), *(source_name(at, layer) for layer in at.layers)}
     for name in at.source:
         tied = at.tied and name.endswith("lm_head.weight")
         if (
             name not in at.shards
-            and name not in quantized
+            and name not in there
             and not (_is_further(at, name) or tied or name.endswith("inv_freq"))
         ):
             yield f"{name} is in the source and not in the checkpoint"
+
+
+def _same(checkpoint: Shards, name: str, source: Shards, original: str) -> bool:
+    """Whether a tensor is the source's, rounded to its own type."""
+    values = math.prod(source.shape(original))
+    for first in range(0, values, _PIECE):
+        last = min(first + _PIECE, values)
+        ours, theirs = checkpoint.part(name, first, last), source.part(original, first, last)
+        if not torch.equal(ours, theirs.to(ours.dtype)):
+            return False
+    return True
 
 
 def _predicted_size(at: Checkpoint) -> Iterator[str]:
@@ -207,7 +128,7 @@ def _predicted_size(at: Checkpoint) -> Iterator[str]:
     predicted = 0.0
     for name, entry in at.shards.entries.items():
         if name in at.seen.kept:
-            plain = name in at.source and len(entry.shape) > 1
+            plain = _kept_source_name(at, name) is not None and len(entry.shape) > 1
             predicted += math.prod(entry.shape) * own if plain else entry.end - entry.begin
     for layer in at.layers:
         original = source_name(at, layer)

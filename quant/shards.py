@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,20 @@ class Shards:
         flat = torch.frombuffer(buffer, dtype=_TORCH[entry.dtype])
         return flat if entry.dtype == "F4" else flat.reshape(entry.shape)
 
+    def part(self, name: str, first: int, last: int) -> Tensor:
+        """The values from the first to before the last, counted through the whole tensor, as a copy in memory.
+
+        Raises:
+            UserError: when the file ends before them.
+        """
+        entry = self.entries[name]
+        size = _TORCH[entry.dtype].itemsize
+        buffer = np.empty((last - first) * size, dtype=np.uint8)
+        with entry.path.open("rb", buffering=0) as file:
+            file.seek(entry.begin + first * size)
+            _fill(file, buffer, entry.path)
+        return torch.from_numpy(buffer).view(_TORCH[entry.dtype])
+
     def chunks(self, name: str, unit: int = 1) -> Iterator[NDArray[np.uint8]]:
         """The tensor's bytes, about CHUNK at once and always whole units of `unit` bytes; each is valid until the next.
 
@@ -107,14 +122,18 @@ class Shards:
             left = entry.end - entry.begin
             while left:
                 part = buffer[: min(size, left)]
-                filled = 0
-                while filled < len(part):
-                    count = file.readinto(part[filled:].data)
-                    if not count:
-                        raise _cut(entry.path)
-                    filled += count
+                _fill(file, part, entry.path)
                 left -= len(part)
                 yield part
+
+
+def _fill(file: FileIO, buffer: NDArray[np.uint8], path: Path) -> None:
+    filled = 0
+    while filled < len(buffer):
+        count = file.readinto(buffer[filled:].data)
+        if not count:
+            raise _cut(path)
+        filled += count
 
 
 def _cut(path: Path) -> UserError:

@@ -1,7 +1,8 @@
 """Verifying: reads an exported checkpoint once and says, one row a check, whether its numbers can be right.
 
 Loaders of serving engines do not complain about most of what is checked here; they answer wrongly. Memory is bounded by
-the largest tensor, time by the disk. What is looked at beside the original model is in the checks_*.py beside this.
+the largest tensor, with the original model or without: its weights are compared in pieces. Time is bounded by the disk
+without it, and by a few seconds for each billion weights with it. What is looked at is in the checks_*.py beside this.
 """
 
 from __future__ import annotations

@@ -27,12 +27,13 @@ PRESETS = [
     ("nvfp4_mlp_only", None), ("w4a16_nvfp4", None), ("w4a8_nvfp4_fp8", None), ("w4a8_mxfp4_fp8", None),
     ("mxfp4_default", None), ("mxfp8_default", None),
 ]  # fmt: skip
-# ModelOpt smooths no experts, and gives Mixtral's other names than the model's where their FP8 scales are squares.
+# ModelOpt smooths no experts.
 EXPERTS = [*PRESETS[:3], PRESETS[4], ("nvfp4", "fp8"), ("nvfp4_experts_only", None), PRESETS[9], *PRESETS[12:16]]
 KINDS = [("llama", *preset) for preset in PRESETS]
 KINDS += [("qwen2", *preset) for preset in PRESETS if "sweep" not in preset[0]]
 KINDS += [("gemma3", *preset) for preset in PRESETS[:8]]
 KINDS += [(family, *preset) for family in ("qwen3_moe", "mixtral") for preset in EXPERTS]
+KINDS += [("mixtral", "fp8_2d_blockwise_weight_only", None)]  # with the names of transformers, not those of the files
 
 
 @pytest.mark.parametrize(("family", "preset", "kv_cache"), KINDS)
