@@ -141,19 +141,30 @@ def claim(job: Job, run: RunFolder) -> None:
 
 
 def require_space(job: Job, run: RunFolder) -> None:
-    """Refuses to start when the disk cannot hold the predicted checkpoint.
+    """Refuses to start when the disk cannot hold the predicted checkpoint, and the weights kept until it is there.
 
     Raises:
         UserError: with the sizes.
     """
     run.root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(run.root).free
-    needed = job.plan.tensor_bytes
+    kept = 0 if run.calibration.is_dir() and ptq.has_calibration(run.calibration, job.key) else _kept_bytes(job)
+    needed = job.plan.tensor_bytes + kept
     if free < needed:
+        share = f" ({kept / 1e9:.2f} of them for a while, to keep the calibration)" if kept else ""
         raise UserError(
-            f"no space for the checkpoint at {run.root}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free",
+            f"no space for the checkpoint at {run.root}: {needed / 1e9:.2f} GB needed{share}, {free / 1e9:.2f} GB free",
             "free some space or choose another --output",
         )
+
+
+def _kept_bytes(job: Job) -> int:
+    """Of the weights that a calibration has changed, with low-rank factors; amax and scales are some kilobytes."""
+    if not ptq.changes_weights(job.config):
+        return 0
+    size = compute_dtype("auto", job.device, torch_dtype(job.recipe.model.dtype)).itemsize
+    layers = [layer for layer in job.plan.quantized if layer.kind != "Expert"]  # no algorithm changes fused experts
+    return size * sum(layer.weights + layer.rank * sum(layer.shape) for layer in layers)
 
 
 def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> ModelSummary:
@@ -171,6 +182,7 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
     if run.manifest.is_file() and run.checkpoint.is_dir():
         known = load_manifest(run.manifest)
         if known.keys.get("checkpoint") == job.key and known.checkpoint_digest == model_digest(run.checkpoint):
+            ptq.drop_weights(run.calibration)
             logger.info("checkpoint: done already")
             return summarize(run.checkpoint, job.recipe.name)
     require_space(job, run)
@@ -201,7 +213,8 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
         )
         with _timed(seconds, "calibrate"):
             ptq.calibrate(model, job.config, loop)
-        ptq.save_calibration(model, run.calibration, job.key, data=data, seconds=seconds["calibrate"])
+        with _timed(seconds, "keep calibration"):
+            ptq.save_calibration(model, run.calibration, job.key, data=data, seconds=seconds["calibrate"])
     with _timed(seconds, "export"):
         unstable = ptq.settle(model, own)
         ptq.export(model, tokenizer, run.checkpoint, own, unstable)
@@ -216,6 +229,7 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
         keys={"checkpoint": job.key},
         seconds=seconds,
     ).save(run.manifest)
+    ptq.drop_weights(run.calibration)
     return summarize(run.checkpoint, job.recipe.name)
 
 

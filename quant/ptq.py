@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from halfbyte.quant.backend import register
+from halfbyte.quant.configs import methods
 from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, FP8_BLOCK, amax_of_scale
 from halfbyte.quant.patches import fused_once
 from halfbyte.quant.rounding import Unstable, kept_buffers, put_back, quantized_weights, round_in_place
 from halfbyte.quant.upstream import quiet_upstream
-from halfbyte.records.digests import file_digest
+from halfbyte.records.digests import file_digests
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import atomic_folder, read_json, write_json
 
@@ -30,11 +32,14 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "state.json"
 QUANTIZERS_FILE = "quantizers.pth"
 TENSORS_FILE = "tensors.safetensors"
+WEIGHTS_FILES = "weights{suffix}.safetensors"
 
 _SMOOTHING = ("._pre_quant_scale", "._svdquant_lora_a", "._svdquant_lora_b")
 """Buffers of quantizers that a checkpoint holds in the type of what is kept."""
-_WEIGHTS_STAY = {"quantize", *(f"{name}_calibrate" for name in ("max", "mse", "local_hessian", "nvfp4_act_headroom"))}
-"""ModelOpt's steps that change no weight."""
+_WEIGHTS_STAY = ("max", "mse", "local_hessian", "nvfp4_act_headroom")
+"""Algorithms that change no weight."""
+_SHARD = "2GB"
+"""The most that a file of weights holds, and so what keeping them takes of the host's memory when they are on a GPU."""
 
 
 def quantizers(model: nn.Module) -> dict[str, Any]:
@@ -74,11 +79,16 @@ def calibrate(model: PreTrainedModel, config: dict[str, Any], loop: Callable[[nn
                 raise UserError(f"calibration of {name} gave {kind.removeprefix('_')} values that are not finite", hint)
 
 
+def changes_weights(config: dict[str, Any]) -> bool:
+    """Whether a configuration's calibration algorithms change weights, which save_calibration must then keep."""
+    return any(method not in (None, *_WEIGHTS_STAY) for method in methods(config))
+
+
 def save_calibration(model: nn.Module, folder: Path, key: str, **facts: Any) -> None:
     """Keeps what calibration found and changed, so that a crash during export costs no calibration.
 
     That is ModelOpt's own description of the quantizers, their tensors (amax, smoothing scales, low-rank factors), and
-    the weights where the algorithm changed them.
+    the weights where the algorithm changed them. These are as large as the original: see drop_weights.
 
     Args:
         model: The calibrated model.
@@ -90,33 +100,49 @@ def save_calibration(model: nn.Module, folder: Path, key: str, **facts: Any) -> 
 
     description = mto.modelopt_state(model)
     steps = {name for name, _ in description["modelopt_state_dict"]}
-    kept = _kept_names(model, weights=not steps <= _WEIGHTS_STAY)
-    state = {name: value for name, value in model.state_dict().items() if name in kept}
+    state = model.state_dict()
+    contents = {TENSORS_FILE: sorted(_quantizer_tensors(model) & state.keys())}
+    if not steps <= {"quantize", *(f"{name}_calibrate" for name in _WEIGHTS_STAY)}:
+        weights = {weight.name: state[weight.name] for weight in quantized_weights(model) if weight.name in state}
+        split = split_torch_state_dict_into_shards(weights, filename_pattern=WEIGHTS_FILES, max_shard_size=_SHARD)
+        contents.update(split.filename_to_tensors)
     with atomic_folder(folder) as partial:
         torch.save(description, partial / QUANTIZERS_FILE)
-        save_file({name: value.detach().contiguous().cpu() for name, value in state.items()}, partial / TENSORS_FILE)
-        files = {name: file_digest(partial / name) for name in (QUANTIZERS_FILE, TENSORS_FILE)}
-        write_json(partial / STATE_FILE, {"schema_version": 2, "key": key, "files": files, **facts})
+        for file, names in contents.items():
+            save_file({name: state[name].detach().contiguous().cpu() for name in names}, partial / file)
+        names = [QUANTIZERS_FILE, *contents]
+        files = dict(zip(names, file_digests([partial / name for name in names]), strict=True))
+        write_json(partial / STATE_FILE, {"schema_version": 3, "key": key, "files": files, **facts})
 
 
-def _kept_names(model: nn.Module, *, weights: bool) -> set[str]:
+def _quantizer_tensors(model: nn.Module) -> set[str]:
     from modelopt.torch.quantization.nn import TensorQuantizer
 
-    found = {
+    return {
         f"{name}.{buffer}"
         for name, module in model.named_modules()
         if isinstance(module, TensorQuantizer)
         for buffer in module.state_dict()
     }
-    return found | ({weight.name for weight in quantized_weights(model)} if weights else set())
 
 
 def has_calibration(folder: Path, key: str) -> bool:
-    """Whether `folder` holds a calibration made under `key`."""
-    if not all((folder / name).is_file() for name in (STATE_FILE, QUANTIZERS_FILE, TENSORS_FILE)):
+    """Whether `folder` holds a calibration made under `key`, whole."""
+    if not (folder / STATE_FILE).is_file():
         return False
     state = read_json(folder / STATE_FILE)
-    return isinstance(state, dict) and state.get("key") == key
+    if not isinstance(state, dict) or (state.get("schema_version"), state.get("key")) != (3, key):
+        return False
+    return all((folder / name).is_file() for name in state["files"])
+
+
+def drop_weights(folder: Path) -> None:
+    """Removes the weights from a kept calibration whose checkpoint is published; amax and scales stay to be read.
+
+    Where there were any, has_calibration is false from then on.
+    """
+    for path in folder.glob(WEIGHTS_FILES.format(suffix="*")):
+        path.unlink()
 
 
 def load_calibration(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
@@ -134,16 +160,22 @@ def load_calibration(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     register()
     facts = dict(read_json(folder / STATE_FILE))
     hint = "delete the folder to calibrate again"
-    for name, digest in facts["files"].items():
-        if file_digest(folder / name) != digest:
+    kept: dict[str, str] = facts["files"]
+    for name, digest in zip(kept, file_digests([folder / name for name in kept]), strict=True):
+        if kept[name] != digest:
             raise UserError(f"{folder / name} is damaged", hint)
+    lacking: set[str] | None = None
+    surplus: list[str] = []
     with quiet_upstream():
         mto.restore_from_modelopt_state(model, modelopt_state_path=folder / QUANTIZERS_FILE)
         for module in model.modules():
             if isinstance(module, TensorQuantizer):
                 module.to(model.device)
-        missing, surplus = model.load_state_dict(load_file(folder / TENSORS_FILE), strict=False)
-    lacking = _kept_names(model, weights=False) & set(missing)
+        lacking = _quantizer_tensors(model)
+        for name in kept.keys() - {QUANTIZERS_FILE}:
+            found = load_file(folder / name)
+            lacking -= found.keys()
+            surplus += model.load_state_dict(found, strict=False).unexpected_keys
     if surplus or lacking:
         raise UserError(f"the calibration in {folder} is of another model: {[*surplus, *lacking][0]}", hint)
     return facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -72,6 +73,12 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def file_digests(paths: Sequence[Path]) -> list[str]:
+    """file_digest of several files at once: hashing gives up Python's lock, so that each may have a core."""
+    with ThreadPoolExecutor(max_workers=READERS) as readers:
+        return list(readers.map(file_digest, paths))
+
+
 def text_identity(dataset: str) -> str:
     """What tells a source of texts apart: the digest of a local file's content, else the name of the data set."""
     path = Path(dataset).expanduser()
@@ -95,7 +102,4 @@ def model_digest(folder: Path) -> str:
     files = model_files(folder)
     if not files:
         raise UserError(f"{folder} holds no model", "a model folder has config.json and *.safetensors, or a .gguf file")
-    with ThreadPoolExecutor(max_workers=READERS) as readers:  # hashing gives up Python's lock: a core a shard
-        return value_digest(
-            [[path.name, digest] for path, digest in zip(files, readers.map(file_digest, files), strict=True)]
-        )
+    return value_digest([[path.name, digest] for path, digest in zip(files, file_digests(files), strict=True)])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from line import write_recipe
 
-from halfbyte.quant import produce
+from halfbyte.quant import produce, ptq
 from halfbyte.quant.load import load
 from halfbyte.recipes.find import load_recipe
 from halfbyte.recipes.schema import ModelSpec
@@ -61,3 +63,39 @@ def test_a_resumed_manifest_names_the_calibration_data(job: Any, tmp_path: Path)
     assert second.data == first.data != {}
     assert second.seconds["calibrate"] == first.seconds["calibrate"]
     assert second.checkpoint_digest == first.checkpoint_digest
+
+
+@pytest.fixture
+def awq(tmp_path: Path, tiny_model_folder: Path, cache: Path) -> Any:  # noqa: ARG001
+    path = write_recipe(tmp_path / "recipe", tiny_model_folder)
+    return produce.prepare(load_recipe(str(path), ["quantize.preset=NVFP4_AWQ_LITE_CFG"]), "cpu")
+
+
+def test_weights_that_calibration_changed_are_kept_until_the_checkpoint_is_there(awq: Any, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    kept = 4 * sum(layer.weights for layer in awq.plan.quantized)
+    seen: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        drop = ptq.drop_weights
+        patch.setattr(
+            ptq, "drop_weights", lambda folder: seen.extend(x.stat().st_size for x in folder.glob("weights*"))
+        )
+        produce.produce(awq, run)  # as a kill after the manifest leaves it
+        assert 0 <= sum(seen) - kept < 10_000
+        patch.setattr(ptq, "drop_weights", drop)
+        produce.produce(awq, run)
+    assert not list(run.calibration.glob("weights*"))
+    assert (run.calibration / ptq.TENSORS_FILE).is_file()
+
+
+def test_space_is_asked_for_the_weights_that_are_kept(
+    awq: Any, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    kept = 4 * sum(layer.weights for layer in awq.plan.quantized)
+    for what, needed in ((job, job.plan.tensor_bytes), (awq, awq.plan.tensor_bytes + kept)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=needed: SimpleNamespace(free=free))
+        produce.require_space(what, run)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=needed - 1: SimpleNamespace(free=free))
+        with pytest.raises(UserError, match="no space for the checkpoint"):
+            produce.require_space(what, run)

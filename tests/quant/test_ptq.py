@@ -13,6 +13,7 @@ from tiny import CPU, make_model, sequences, spec
 from halfbyte.quant import calibration, configs, ptq
 from halfbyte.quant import numerics as n
 from halfbyte.quant.models import locate, open_original
+from halfbyte.quant.rounding import quantized_weights
 from halfbyte.records.digests import model_digest
 from halfbyte.records.errors import UserError
 
@@ -100,6 +101,38 @@ def test_a_kept_calibration_gives_the_same_checkpoint(tmp_path: Path, tiny_token
     unstable = ptq.settle(again)
     ptq.export(again, tiny_tokenizer, tmp_path / "second", torch.bfloat16, unstable)
     assert model_digest(tmp_path / "first") == model_digest(tmp_path / "second")
+
+
+@pytest.mark.parametrize("preset", ["NVFP4_AWQ_LITE_CFG", "NVFP4_SVDQUANT_DEFAULT_CFG"])
+def test_changed_weights_are_kept_in_small_files_until_they_are_dropped(
+    preset: str, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ptq, "_SHARD", 80_000)
+    assert ptq.changes_weights(configs.quant_config(spec(preset)))
+    model = _calibrated(tmp_path / "model", preset)
+    calibrated = tmp_path / "calibration"
+    ptq.save_calibration(model, calibrated, "key")
+    weights = sorted(calibrated.glob("weights*"))
+    assert len(weights) > 2
+    assert max(path.stat().st_size for path in weights) < 90_000
+    values = sum(weight.values.numel() for weight in quantized_weights(model))
+    assert 0 <= sum(path.stat().st_size for path in weights) - 4 * values < 10_000
+    ptq.export(model, tiny_tokenizer, tmp_path / "first", torch.bfloat16, ptq.settle(model))
+    again = open_original(locate(str(tmp_path / "model")), weights=torch.bfloat16, compute=torch.float32, device=CPU)
+    ptq.load_calibration(again, calibrated)
+    ptq.export(again, tiny_tokenizer, tmp_path / "second", torch.bfloat16, ptq.settle(again))
+    assert model_digest(tmp_path / "first") == model_digest(tmp_path / "second")
+    ptq.drop_weights(calibrated)
+    names = {ptq.STATE_FILE, ptq.QUANTIZERS_FILE, ptq.TENSORS_FILE}
+    assert {path.name for path in calibrated.iterdir()} == names
+    assert not ptq.has_calibration(calibrated, "key")
+
+
+def test_a_calibration_that_changes_no_weight_keeps_none(tmp_path: Path) -> None:
+    assert not ptq.changes_weights(configs.quant_config(spec("nvfp4")))
+    ptq.save_calibration(_calibrated(tmp_path / "model", "nvfp4"), tmp_path / "calibration", "key")
+    ptq.drop_weights(tmp_path / "calibration")
+    assert ptq.has_calibration(tmp_path / "calibration", "key")
 
 
 def test_gradients_pass_straight_through_the_cpu_backend(tmp_path: Path) -> None:
