@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatch
+from fnmatch import translate
 
 from halfbyte.quant.checks import FUSED, Checkpoint, Rule
 from halfbyte.quant.layouts import FORMATS, MIXED_PRECISION, fits, is_scale
@@ -92,16 +92,13 @@ def _excluded(at: Checkpoint) -> Iterator[str]:
             continue
         plain = pattern.removesuffix("*").removesuffix(".")
         named = plain in ancestors if "*" not in plain and "?" not in plain else False
-        if not named and not any(_matches(module, pattern) for module in ancestors):
+        matches = re.compile(translate(pattern)).match
+        if not named and not any(matches(module) or matches(f"{module}.") for module in ancestors):
             yield f"'{pattern}' on the exclude list matches no module"
 
 
 def _ends(module: str) -> list[int]:
     return [*(found.start() for found in re.finditer(r"\.", module)), len(module)]
-
-
-def _matches(module: str, pattern: str) -> bool:
-    return fnmatch(module, pattern) or fnmatch(f"{module}.", pattern)
 
 
 def _tied(at: Checkpoint) -> Iterator[str]:

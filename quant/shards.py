@@ -57,6 +57,7 @@ class Shards:
 
     folder: Path
     entries: dict[str, Entry] = field(default_factory=dict)
+    """By name, in the order they lie on disk."""
     faults: list[str] = field(default_factory=list)
     """Files that are missing or damaged, and tensors that are cut short, empty or stored twice."""
     index_faults: list[str] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Shards:
 
     def __iter__(self) -> Iterator[str]:
         """The names in the order the tensors lie on disk."""
-        return iter(sorted(self.entries, key=lambda name: (self.entries[name].path, self.entries[name].begin)))
+        return iter(self.entries)
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -204,7 +205,7 @@ def _sound(entry: dict[str, Any]) -> bool:
 
 def _take(found: Shards, path: Path, header: dict[str, Any]) -> None:
     size = path.stat().st_size
-    for name, entry in header.items():
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
         if end > size:
             found.faults.append(f"{name} is cut short: {path.name} ends {end - size} bytes too early")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -166,3 +167,11 @@ def test_a_mixed_checkpoint_is_declared_by_layer_or_by_what_contains_it() -> Non
     assert declared.format_of("model.layers.0.self_attn.q_proj") == "FP8"
     assert declared.format_of("model.layers.0.self_attn.k_proj") is None
     assert declared.label == "MIXED_PRECISION"
+
+
+@pytest.mark.parametrize("pattern", ["a*", "*b", "a.?", "[ab].c", "[!a].c", "a.b|c", "a.(b)", "a", "", "*.b*"])
+@pytest.mark.parametrize("layer", ["a", "a.b", "a.b.c", "b.c", "ab", "a.b|c", "a.(b)", "c.a.b", ""])
+def test_exclude_patterns_are_those_of_the_shell(layer: str, pattern: str) -> None:
+    expected = fnmatch(layer, pattern) or fnmatch(layer, f"{pattern}.*")
+    assert QuantFormat("NVFP4", exclude=("lm_head", pattern, "x*")).excludes(layer) == expected
+    assert not QuantFormat("NVFP4").excludes(layer)
