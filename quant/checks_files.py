@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,12 @@ def _index(at: Checkpoint) -> Iterator[str]:
 
 def _layers(at: Checkpoint) -> Iterator[str]:
     expected = at.text_config.get("num_hidden_layers")
-    numbers = {int(found[1]) for name in at.shards if (found := _LAYER.search(name))}
+    parts: dict[int, set[str]] = defaultdict(set)
+    for name in at.shards:
+        found = _LAYER.search(name)
+        if found is not None:
+            parts[int(found[1])].add(name[found.end() :])
+    numbers = set(parts)
     if not isinstance(expected, int) or not numbers:
         return
     for number in sorted(set(range(expected)) - numbers):
@@ -38,15 +44,10 @@ def _layers(at: Checkpoint) -> Iterator[str]:
     extra = expected + int(at.text_config.get("num_nextn_predict_layers") or 0)
     for number in sorted(number for number in numbers if number >= extra):
         yield f"layer {number} has tensors, the configuration says there are {expected}"
-    most = max((_parts(at, number) for number in numbers), key=len)
+    most = max(parts.values(), key=len)
     for number in sorted(numbers & set(range(expected))):
-        lacking = sorted(_needed(most) - _needed(_parts(at, number)))
+        lacking = sorted(_needed(most) - _needed(parts[number]))
         yield from (f"layer {number} lacks {part}, which other layers have" for part in lacking)
-
-
-def _parts(at: Checkpoint, number: int) -> set[str]:
-    key = f".layers.{number}."
-    return {name.split(key, 1)[1] for name in at.shards if key in name}
 
 
 def _needed(parts: set[str]) -> set[str]:
