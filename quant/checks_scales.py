@@ -2,8 +2,8 @@
 
 What loaders do with scales that differ within a fused group, read in their sources in November 2026: vLLM takes the
 largest weight_scale_2 and input_scale of q/k/v, and w1's weight_scale_2 for w3; TensorRT-LLM asserts that they are
-equal; SGLang takes the largest. FP8 weights are scaled again by vLLM, so that their weight_scale may differ. A missing
-expert's input_scale becomes 0 and then infinity in vLLM.
+equal. FP8 weights are scaled again by vLLM, so that their weight_scale may differ. A missing expert's input_scale
+becomes 0 and then infinity in vLLM.
 """
 
 from __future__ import annotations
