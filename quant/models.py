@@ -209,22 +209,29 @@ def _opening(folder: Path) -> Iterator[None]:
         raise UserError(f"transformers cannot open {folder}: {' '.join(str(error).split())[:300]}") from error
 
 
+def _causal_config(source: Source) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    with _opening(source.folder):
+        config: PretrainedConfig = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **options)
+    masked = [name for name in config.architectures or () if name.endswith("ForMaskedLM")]
+    if masked:
+        raise UserError(f"{source.folder} is a {masked[0]}, which is no causal language model", "give a causal LM")
+    return config
+
+
 def empty_model(source: Source, dtype: torch.dtype | None = None) -> tuple[PretrainedConfig, PreTrainedModel]:
     """The model's configuration, and the model on the meta device: no weight is read.
 
     Raises:
         UserError: when it is no causal LM that transformers knows by itself.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    with _opening(source.folder):
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **options)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    masked = [name for name in config.architectures or () if name.endswith("ForMaskedLM")]
-    if masked:
-        raise UserError(f"{source.folder} is a {masked[0]}, which is no causal language model", "give a causal LM")
+    config = _causal_config(source)
+    with _opening(source.folder), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     return config, model
 
 
@@ -248,7 +255,7 @@ def open_original(
 
     if source.gguf_file is None and quant_format(source.folder) is not None:
         raise UserError(f"{source.folder} is an exported checkpoint, not an original model", "give the original model")
-    empty_model(source)  # refuses what is no causal LM
+    _causal_config(source)  # refuses what transformers would open as another kind of model
     options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     if device.type == "cuda" and source.gguf_file is None:
         options["device_map"] = {"": device}  # each tensor goes there as it is read, and not all through host memory

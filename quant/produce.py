@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from halfbyte.recipes.schema import Recipe
 from halfbyte.recipes.texts import load_texts, require_local
 from halfbyte.records.digests import model_digest, text_identity, value_digest
 from halfbyte.records.errors import UserError
-from halfbyte.records.files import write_text
+from halfbyte.records.files import atomic_folder, write_text
 from halfbyte.records.manifest import Manifest, load_manifest, package_versions
 from halfbyte.records.record import ModelSummary
 from halfbyte.records.run import RunFolder
@@ -51,10 +53,29 @@ class Job:
     """ModelOpt's configuration."""
     plan: Plan
     device: torch.device
-    key: str
-    """Digest of all that shapes the checkpoint."""
     dtype: str
     """What both sides are evaluated in: bfloat16, float16 or float32."""
+
+    @cached_property
+    def digest(self) -> str:
+        """The original model's; reads all its files when asked for the first time."""
+        return self.source.digest
+
+    @cached_property
+    def key(self) -> str:
+        """Digest of all that shapes the checkpoint; it needs that of the original model."""
+        versions = package_versions()
+        block = self.recipe.quantize
+        return value_digest(
+            {
+                "model": self.digest,
+                "dtype": self.recipe.model.dtype,
+                "quantize": block.model_dump(mode="json"),
+                "texts": [text_identity(entry.dataset) for entry in block.calibration.sources],
+                "device": self.device.type,
+                "packages": {name: versions[name] for name in _SHAPING_PACKAGES},
+            }
+        )
 
     def open_baseline(self) -> Loaded:
         """The original model, ready to be evaluated."""
@@ -86,19 +107,8 @@ def prepare(recipe: Recipe, device: str | None = None) -> Job:
     for entry in [*recipe.quantize.calibration.sources, *([fidelity.source] if fidelity else [])]:
         require_local(entry)
     plan = make_plan(source, config, torch_dtype(recipe.model.dtype))
-    versions = package_versions()
-    key = value_digest(
-        {
-            "model": source.digest,
-            "dtype": recipe.model.dtype,
-            "quantize": recipe.quantize.model_dump(mode="json"),
-            "texts": [text_identity(entry.dataset) for entry in recipe.quantize.calibration.sources],
-            "device": where.type,
-            "packages": {name: versions[name] for name in _SHAPING_PACKAGES},
-        }
-    )
     computed = compute_dtype(recipe.evaluate.dtype, where, torch_dtype(recipe.model.dtype))
-    return Job(recipe, source, config, plan, where, key, str(computed).removeprefix("torch."))
+    return Job(recipe, source, config, plan, where, str(computed).removeprefix("torch."))
 
 
 def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:
@@ -190,14 +200,19 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
     own = torch_dtype(job.recipe.model.dtype)
     seconds: dict[str, float] = {}
     data: dict[str, str] = {}
-    with _timed(seconds, "load"):
-        tokenizer = open_tokenizer(job.source)
-        computed = compute_dtype("auto", job.device, own)
-        model = open_original(job.source, weights=own, compute=computed, device=job.device)
-        require_same_vocabulary(model, tokenizer)
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        hashed = beside.submit(lambda: job.key)  # reads the same files as loading, and leaves Python's lock to it
+        with _timed(seconds, "load"):
+            tokenizer = open_tokenizer(job.source)
+            computed = compute_dtype("auto", job.device, own)
+            model = open_original(job.source, weights=own, compute=computed, device=job.device)
+            require_same_vocabulary(model, tokenizer)
+        with _timed(seconds, "digest"):  # what loading left of it
+            hashed.result()
     if ptq.has_calibration(run.calibration, job.key):
         logger.info("calibration: done already")
-        state = ptq.load_calibration(model, run.calibration)
+        with _timed(seconds, "restore calibration"):
+            state = ptq.load_calibration(model, run.calibration)
         data, seconds["calibrate"] = state["data"], state["seconds"]
     else:
         texts: list[str] = []
@@ -215,15 +230,19 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
             ptq.calibrate(model, job.config, loop)
         with _timed(seconds, "keep calibration"):
             ptq.save_calibration(model, run.calibration, job.key, data=data, seconds=seconds["calibrate"])
-    with _timed(seconds, "export"):
+    with _timed(seconds, "settle"):
         unstable = ptq.settle(model, own)
-        ptq.export(model, tokenizer, run.checkpoint, own, unstable)
+    with _timed(seconds, "publish"):
+        with atomic_folder(run.checkpoint) as partial, _timed(seconds, "export"):
+            ptq.write(model, tokenizer, partial, own, unstable)
+        checkpoint_digest = model_digest(run.checkpoint)
+    seconds["publish"] = round(seconds["publish"] - seconds["export"], 3)  # to the disk, renamed, read and hashed
     Manifest(
         recipe=job.recipe.name,
         recipe_digest=recipe_digest(job.recipe),
         model=job.source.name,
-        model_digest=job.source.digest,
-        checkpoint_digest=model_digest(run.checkpoint),
+        model_digest=job.digest,
+        checkpoint_digest=checkpoint_digest,
         data=data,
         seeds={"calibration": spec.seed},
         keys={"checkpoint": job.key},

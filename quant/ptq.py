@@ -39,7 +39,7 @@ _SMOOTHING = ("._pre_quant_scale", "._svdquant_lora_a", "._svdquant_lora_b")
 _WEIGHTS_STAY = ("max", "mse", "local_hessian", "nvfp4_act_headroom")
 """Algorithms that change no weight."""
 _SHARD = "2GB"
-"""The most that a file of weights holds, and so what keeping them takes of the host's memory when they are on a GPU."""
+"""The most that a file of weights holds: files are hashed side by side, and what is kept passes through host memory."""
 
 
 def quantizers(model: nn.Module) -> dict[str, Any]:
@@ -268,16 +268,28 @@ def export(
     Raises:
         UserError: when the disk is full.
     """
+    with atomic_folder(folder) as partial:
+        write(model, tokenizer, partial, dtype, unstable)
+
+
+def write(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype,
+    unstable: Sequence[Unstable],
+) -> None:
+    """What export() does, into a folder that its caller made and will make durable."""
     from modelopt.torch.export import export_hf_checkpoint
 
     weight_only = _is_mxfp4_weight_only(model)
     put_back(model, unstable)
     _cast_kept(model, dtype)
-    with atomic_folder(folder) as partial, quiet_upstream(), fused_once():
-        export_hf_checkpoint(model, dtype=dtype, export_dir=partial)
-        tokenizer.save_pretrained(partial)
-        if weight_only:
-            _declare_weight_only(partial)
+    with quiet_upstream(), fused_once():
+        export_hf_checkpoint(model, dtype=dtype, export_dir=folder, max_shard_size=_SHARD)
+        tokenizer.save_pretrained(folder)
+    if weight_only:
+        _declare_weight_only(folder)
 
 
 def _cast_kept(model: nn.Module, dtype: torch.dtype) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from line import write_recipe
 
-from halfbyte.quant import produce, ptq
+from halfbyte.quant import models, produce, ptq
 from halfbyte.quant.load import load
 from halfbyte.recipes.find import load_recipe
 from halfbyte.recipes.schema import ModelSpec
@@ -63,6 +65,43 @@ def test_a_resumed_manifest_names_the_calibration_data(job: Any, tmp_path: Path)
     assert second.data == first.data != {}
     assert second.seconds["calibrate"] == first.seconds["calibrate"]
     assert second.checkpoint_digest == first.checkpoint_digest
+
+
+def test_the_original_is_hashed_while_it_is_loaded(
+    tmp_path: Path,
+    tiny_model_folder: Path,
+    cache: Path,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loading = threading.Event()
+    digest, open_original = models.model_digest, produce.open_original
+
+    def hash_once_loading(folder: Path) -> str:
+        assert loading.wait(20), "hashed before anything was loaded"
+        return digest(folder)
+
+    def opened(*args: Any, **options: Any) -> Any:
+        loading.set()
+        return open_original(*args, **options)
+
+    monkeypatch.setattr(models, "model_digest", hash_once_loading)
+    monkeypatch.setattr(produce, "open_original", opened)
+    job = produce.prepare(load_recipe(str(write_recipe(tmp_path / "recipe", tiny_model_folder))), "cpu")
+    run = RunFolder(tmp_path / "run")
+    produce.require_own_folder(job, run, force=False)
+    produce.produce(job, run)
+    assert load_manifest(run.manifest).model_digest == job.source.digest
+
+
+def test_each_phase_has_its_own_line_of_seconds(job: Any, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    start = time.monotonic()
+    produce.produce(job, run)
+    wall = time.monotonic() - start
+    seconds = load_manifest(run.manifest).seconds
+    assert set(seconds) == {"load", "digest", "calibrate", "keep calibration", "settle", "export", "publish"}
+    assert min(seconds.values()) >= 0
+    assert sum(seconds.values()) < wall
 
 
 @pytest.fixture

@@ -118,6 +118,7 @@ def test_changed_weights_are_kept_in_small_files_until_they_are_dropped(
     values = sum(weight.values.numel() for weight in quantized_weights(model))
     assert 0 <= sum(path.stat().st_size for path in weights) - 4 * values < 10_000
     ptq.export(model, tiny_tokenizer, tmp_path / "first", torch.bfloat16, ptq.settle(model))
+    assert len(list((tmp_path / "first").glob("model-*.safetensors"))) > 1
     again = open_original(locate(str(tmp_path / "model")), weights=torch.bfloat16, compute=torch.float32, device=CPU)
     ptq.load_calibration(again, calibrated)
     ptq.export(again, tiny_tokenizer, tmp_path / "second", torch.bfloat16, ptq.settle(again))
