@@ -95,6 +95,16 @@ class Layer:
 
 
 def layers_of(model: nn.Module, kinds: dict[str, str], config: dict[str, Any]) -> Iterator[Layer]:
+    """Every linear with quantizers beside it, enabled or not, and of experts in one tensor each one's linears.
+
+    Args:
+        model: With ModelOpt's quantizers inserted; its weights may be on the meta device.
+        kinds: The classes of its modules, by name, before that.
+        config: ModelOpt's configuration, which tells whether inputs will be measured.
+
+    Raises:
+        UserError: when one of them could not be exported and read back.
+    """
     for name, module in model.named_modules():
         for tensor in fused_experts(module):
             weight = getattr(module, tensor)

@@ -91,10 +91,3 @@ def reciprocal(x: Tensor) -> Tensor:
     result = torch.where(exponent == 0, 0x7F800000, torch.where(exponent == 255, 0, result))
     signed = (result | (bits & -0x80000000)).view(torch.float32)
     return torch.where(x.isnan(), x, signed)
-
-
-def divide(a: Tensor, b: Tensor) -> Tensor:
-    """Triton's float32 `a / b` (div.full.f32): a x reciprocal(b), both scaled first where b is very small or large."""
-    magnitude = b.abs()
-    factor = torch.where(magnitude > 2.0**126, 0.25, torch.where(magnitude < 2.0**-126, 2.0**24, 1.0))
-    return (a * factor) * reciprocal(b * factor)

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from distributions import DISTRIBUTIONS, TIES, corners, differing, draw, without_sign
+from kernels import divide
 from torch import Tensor
 
 from halfbyte.quant import numerics as n
-from halfbyte.quant.reciprocal import divide, reciprocal
+from halfbyte.quant.reciprocal import reciprocal
 from halfbyte.records.files import write_json, write_text
 
 pytestmark = pytest.mark.gpu

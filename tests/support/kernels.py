@@ -5,11 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.quant.reciprocal import divide, reciprocal
+from halfbyte.quant.reciprocal import reciprocal
 
 TINY = 2.0**-126
 BOUNDS = [(0.25, 0.0), (0.75, 0.5), (1.25, 1.0), (1.75, 1.5), (2.5, 2.0), (3.5, 3.0), (5.0, 4.0)]
 """Up to where a magnitude is rounded to which E2M1 value; every second bound, a tie to even, is still below."""
+
+
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    """Triton's float32 `a / b` (div.full.f32): a x reciprocal(b), both scaled first where b is very small or large."""
+    magnitude = b.abs()
+    factor = torch.where(magnitude > 2.0**126, 0.25, torch.where(magnitude < 2.0**-126, 2.0**24, 1.0))
+    return (a * factor) * reciprocal(b * factor)
 
 
 def _e2m1(magnitude: Tensor) -> Tensor:
