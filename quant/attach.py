@@ -9,21 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.quant.backend import register
+from halfbyte.quant.elements import E2M1_BITS, E4M3_BITS, E8M0_BITS
 from halfbyte.quant.layouts import FP8, Activations
-from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, MX_BLOCK, NVFP4_BLOCK, amax_of_scale
+from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, amax_of_scale
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.errors import UserError
 
-_FP8_GROUP = 128
-_E2M1, _E4M3, _E8M0 = (2, 1), (4, 3), (8, 0)
-
 _ATTRIBUTES: dict[Activations, dict[str, Any]] = {
-    "fp8": {"num_bits": _E4M3, "axis": None},
-    "fp8_token": {"num_bits": _E4M3, "axis": None, "type": "dynamic", "block_sizes": {-1: None}},
-    "fp8_group": {"num_bits": _E4M3, "axis": None, "type": "dynamic", "block_sizes": {-1: None}},  # see _InGroups
-    "nvfp4": {"num_bits": _E2M1, "block_sizes": {-1: NVFP4_BLOCK, "type": "dynamic", "scale_bits": _E4M3}},
-    "mxfp4": {"num_bits": _E2M1, "block_sizes": {-1: MX_BLOCK, "type": "dynamic", "scale_bits": _E8M0}},
-    "mxfp8": {"num_bits": _E4M3, "block_sizes": {-1: MX_BLOCK, "type": "dynamic", "scale_bits": _E8M0}},
+    "fp8": {"num_bits": E4M3_BITS, "axis": None},
+    "fp8_token": {"num_bits": E4M3_BITS, "axis": None, "type": "dynamic", "block_sizes": {-1: None}},
+    "fp8_group": {"num_bits": E4M3_BITS, "axis": None, "type": "dynamic", "block_sizes": {-1: None}},  # see _InGroups
+    "nvfp4": {"num_bits": E2M1_BITS, "block_sizes": {-1: NVFP4_BLOCK, "type": "dynamic", "scale_bits": E4M3_BITS}},
+    "mxfp4": {"num_bits": E2M1_BITS, "block_sizes": {-1: MX_BLOCK, "type": "dynamic", "scale_bits": E8M0_BITS}},
+    "mxfp8": {"num_bits": E4M3_BITS, "block_sizes": {-1: MX_BLOCK, "type": "dynamic", "scale_bits": E8M0_BITS}},
 }
 _AFFINE = {-2: None, -4: None, "type": "static"}
 _LARGEST = {"fp8": E4M3_MAX, "nvfp4": E2M1_MAX * E4M3_MAX}
@@ -54,8 +52,8 @@ class _InGroups(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., n] in its shape; a last group that is not full is filled with zeros."""
-        padded = nn.functional.pad(x, (0, -x.shape[-1] % _FP8_GROUP))
-        return self.of_rows(padded.reshape(-1, _FP8_GROUP)).reshape(padded.shape)[..., : x.shape[-1]]  # type: ignore[no-any-return]
+        padded = nn.functional.pad(x, (0, -x.shape[-1] % FP8_BLOCK))
+        return self.of_rows(padded.reshape(-1, FP8_BLOCK)).reshape(padded.shape)[..., : x.shape[-1]]  # type: ignore[no-any-return]
 
 
 def input_quantizer(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.quant.elements import E2M1_BITS, E4M3_BITS, E8M0_BITS
 from halfbyte.quant.fake_quantize import (
     fp8_fake_quantize,
     mxfp4_fake_quantize,
@@ -21,7 +22,6 @@ from halfbyte.quant.fake_quantize import (
 )
 from halfbyte.quant.patches import patch_static_nvfp4
 
-_E2M1, _E4M3, _E8M0 = (2, 1), (4, 3), (8, 0)
 _library: Any = None
 
 
@@ -52,11 +52,11 @@ def dynamic_block_quantize(
     """
     value = (exponent_bits, num_bits - exponent_bits - 1)
     scale = (scale_exponent_bits, scale_num_bits - scale_exponent_bits - 1)
-    if (value, scale) == (_E2M1, _E4M3) and amax is not None:
+    if (value, scale) == (E2M1_BITS, E4M3_BITS) and amax is not None:
         return nvfp4_fake_quantize(inputs, amax.float().amax())
-    if (value, scale) == (_E2M1, _E8M0):
+    if (value, scale) == (E2M1_BITS, E8M0_BITS):
         return mxfp4_fake_quantize(inputs)
-    if (value, scale) == (_E4M3, _E8M0):
+    if (value, scale) == (E4M3_BITS, E8M0_BITS):
         return mxfp8_fake_quantize(inputs)
     raise NotImplementedError(f"values of {value} bits with scales of {scale} bits have no implementation on a CPU")
 

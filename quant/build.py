@@ -10,12 +10,11 @@ from torch import Tensor
 
 from halfbyte.quant.attach import input_quantizer
 from halfbyte.quant.checkpoint import QuantFormat, Tensors
-from halfbyte.quant.layouts import FORMATS, Activations, Layer
+from halfbyte.quant.elements import E8M0_NAN
+from halfbyte.quant.layouts import FORMATS, Activations, StoredLayer
 from halfbyte.quant.packed import ExpertStack, Packed, QuantizedLinear
 from halfbyte.quant.places import Part, Places
 from halfbyte.records.errors import UserError
-
-_E8M0_NAN = 255
 
 
 def checked(tensors: Tensors, name: str) -> Tensor:
@@ -28,7 +27,7 @@ def checked(tensors: Tensors, name: str) -> Tensor:
     """
     scale = tensors[name]
     if scale.dtype == torch.uint8:
-        bad = bool((scale == _E8M0_NAN).any())
+        bad = bool((scale == E8M0_NAN).any())
     elif scale.dtype == torch.float8_e4m3fn:  # by its codes: there may be a billion
         codes = scale.reshape(-1).view(torch.uint8)
         bad = bool(((codes & 0x7F) == 0x7F).any() or (codes > 0x80).any())
@@ -42,7 +41,7 @@ def checked(tensors: Tensors, name: str) -> Tensor:
     return scale
 
 
-def logical_shape(tensors: Tensors, layer: Layer) -> tuple[int, ...]:
+def logical_shape(tensors: Tensors, layer: StoredLayer) -> tuple[int, ...]:
     """The shape of a layer's values, with the dimensions in the order in which they are stored."""
     shape = list(tensors.shape(layer.codes))
     if layer.codes.endswith("_blocks"):
@@ -109,16 +108,16 @@ class Builder:
         self.dtype = dtype
         self.device = device
 
-    def values(self, layer: Layer, dtype: torch.dtype | None = None) -> Tensor:
+    def values(self, layer: StoredLayer, dtype: torch.dtype | None = None) -> Tensor:
         """A weight's values in the computing type or another, where the checkpoint's files are."""
         values: Tensor = self._packed(layer)(dtype or self.dtype)
         return values
 
-    def stacked_values(self, layer: Layer) -> Tensor:
+    def stacked_values(self, layer: StoredLayer) -> Tensor:
         """The values of experts that are stored in one tensor, [experts, in, out], filled expert by expert."""
         return self.whole(layer, transposed=True).all_values()
 
-    def linear(self, layer: Layer, bias: Tensor | None) -> QuantizedLinear:
+    def linear(self, layer: StoredLayer, bias: Tensor | None) -> QuantizedLinear:
         """The module for one linear layer."""
         factors = [self._checked(name) for name in (layer.lora_a, layer.lora_b) if name is not None]
         return QuantizedLinear(
@@ -129,19 +128,22 @@ class Builder:
             low_rank=(factors[0], factors[1]) if len(factors) == 2 else None,
         ).to(self.device)
 
-    def stack(self, parts: dict[Part, Layer | str], *, transposed: bool) -> ExpertStack:
+    def stack(self, parts: dict[Part, StoredLayer | str], *, transposed: bool) -> ExpertStack:
         """The module for experts that are stored one by one."""
         ordered = [found for _, found in sorted(parts.items(), key=lambda item: item[0])]
         halves = len({part for _, part in parts})
         grouped = [ordered[first : first + halves] for first in range(0, len(ordered), halves)]
-        quantized = [[part for part in group if isinstance(part, Layer)] for group in grouped]
+        quantized = [[part for part in group if isinstance(part, StoredLayer)] for group in grouped]
         modules = [
-            [self._packed(part) if isinstance(part, Layer) else Packed(None, self.tensors[part]) for part in group]
+            [
+                self._packed(part) if isinstance(part, StoredLayer) else Packed(None, self.tensors[part])
+                for part in group
+            ]
             for group in grouped
         ]
         return self._stack(modules, [self._quantizer(layers) for layers in quantized], transposed)
 
-    def whole(self, layer: Layer, *, transposed: bool) -> ExpertStack:
+    def whole(self, layer: StoredLayer, *, transposed: bool) -> ExpertStack:
         """The module for experts that are stored in one tensor, of which each expert's is a view."""
         codes, scale = self.tensors[layer.codes], self._checked(layer.scale)
         if layer.codes.endswith("_blocks"):
@@ -172,11 +174,11 @@ class Builder:
             every = every[:1] if all(one.pre_quant_scale is None for one in every) else every
         return ExpertStack(modules, self.dtype, transposed=transposed, input_quantizers=every).to(self.device)
 
-    def _packed(self, layer: Layer) -> Packed:
+    def _packed(self, layer: StoredLayer) -> Packed:
         scale_2 = None if layer.scale_2 is None else self._checked(layer.scale_2)
         return Packed(layer.storage, self.tensors[layer.codes], self._checked(layer.scale), scale_2)
 
-    def _quantizer(self, layers: Sequence[Layer]) -> Any | None:
+    def _quantizer(self, layers: Sequence[StoredLayer]) -> Any | None:
         """The quantizer of an input that several weights share; of several stored scales the largest, as loaders do."""
         if not layers:
             return None
@@ -195,7 +197,7 @@ class Builder:
             device=self.device,
         )
 
-    def _activations(self, layer: Layer) -> Activations | None:
+    def _activations(self, layer: StoredLayer) -> Activations | None:
         declared = self.declared.format_of(layer.module)
         return None if declared is None else FORMATS[declared].activations
 

@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from halfbyte.quant.layouts import (
+    DEEPSEEK_FP8,
     FORMATS,
     FP8,
-    FP8_BLOCK,
     KV_FORMATS,
     MIXED_PRECISION,
     MXFP4,
@@ -33,7 +33,7 @@ from halfbyte.quant.layouts import (
     SCALE_SUFFIXES,
     W4A16_MXFP4,
     W4A16_NVFP4,
-    Layer,
+    StoredLayer,
     find_layer,
     is_scale,
 )
@@ -162,7 +162,7 @@ def _other_method(folder: Path, block: dict[str, Any]) -> QuantFormat:
     if method == "mxfp4":
         return QuantFormat(W4A16_MXFP4, exclude=exclude)
     if method == "fp8" and block.get("weight_block_size") == [128, 128]:
-        return QuantFormat(FP8_BLOCK, exclude=exclude)
+        return QuantFormat(DEEPSEEK_FP8, exclude=exclude)
     raise UserError(f"{folder} is quantized already, by {method}, which cannot be read back", "give the original model")
 
 
@@ -253,7 +253,7 @@ class Tensors:
         """The tensor's type as safetensors names it: BF16, F8_E4M3, U8, ..."""
         return str(self._where[name].get_slice(name).get_dtype())
 
-    def layer(self, name: str) -> Layer | None:
+    def layer(self, name: str) -> StoredLayer | None:
         """The quantized weight whose codes are the tensor `name`; None when that is no quantized weight.
 
         Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfbyte.quant.checkpoint import QuantFormat, quant_format, read_config
-from halfbyte.quant.layouts import Layer, is_scale
+from halfbyte.quant.layouts import StoredLayer, is_scale
 from halfbyte.quant.shards import Shards, open_shards
 from halfbyte.quant.survey import Survey, survey
 from halfbyte.records.errors import UserError
@@ -66,7 +66,7 @@ class Checkpoint:
     declaration: dict[str, Any]
     """The block that names the algorithm, as it is on disk."""
     shards: Shards
-    layers: list[Layer]
+    layers: list[StoredLayer]
     """The quantized weights, as stored."""
     incomplete: list[str]
     """Weights without the scales that belong to them."""
@@ -77,7 +77,7 @@ class Checkpoint:
     """The original model, where it was given."""
 
     def __post_init__(self) -> None:
-        self.by_module: dict[str, Layer] = {layer.module: layer for layer in self.layers}
+        self.by_module: dict[str, StoredLayer] = {layer.module: layer for layer in self.layers}
         self.modules = {name.rpartition(".")[0] for name in self.shards}
         self._scalars: dict[str, float] = {}
 
@@ -93,7 +93,7 @@ class Checkpoint:
         outer = self.config.get("tie_word_embeddings")
         return bool(self.text_config.get("tie_word_embeddings") if outer is None else outer)
 
-    def format_of(self, layer: Layer) -> str | None:
+    def format_of(self, layer: StoredLayer) -> str | None:
         """The format declared for a quantized weight."""
         return self.declared.format_of(layer.module)
 
@@ -102,7 +102,7 @@ class Checkpoint:
         found = self.seen.scales.get(name or "")
         return None if found is None else found.largest
 
-    def groups(self) -> Iterator[list[Layer]]:
+    def groups(self) -> Iterator[list[StoredLayer]]:
         """The quantized weights that loaders fuse, group by group; groups of which one member is there are left out."""
         for first, *rest in FUSED:
             for module, layer in self.by_module.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfbyte.quant.checks import Checkpoint, Rule
-from halfbyte.quant.layouts import Layer
+from halfbyte.quant.layouts import StoredLayer
 
 # A group's largest value reaches half the maximum by the way its scale is chosen; a scale that was searched for
 # (MSE, local Hessian) misses that in some blocks: up to 1 % of a layer's in every preset of ModelOpt 0.47.
@@ -28,7 +28,7 @@ def _codes(at: Checkpoint) -> Iterator[str]:
             )
 
 
-def _shares_scale(at: Checkpoint, layer: Layer, group: list[Layer]) -> bool:
+def _shares_scale(at: Checkpoint, layer: StoredLayer, group: list[StoredLayer]) -> bool:
     """Whether the scale is that of another linear, fused with this one, whose values are larger."""
     return layer.storage == "fp8" and any(
         other is not layer and at.scalar(other.scale) == at.scalar(layer.scale) and not at.seen.codes[other.codes].weak

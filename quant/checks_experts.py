@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 
 from halfbyte.quant.checks import Checkpoint, Rule
-from halfbyte.quant.layouts import FORMATS, Layer
+from halfbyte.quant.layouts import FORMATS, StoredLayer
 from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX
 
 _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<projection>\w+)$")
@@ -24,7 +24,7 @@ _APART = {"input_scale": (1e-3, 1e4), "weight_scale_2": (1 / 32, 32.0), "weight_
 
 
 def _experts(at: Checkpoint) -> Iterator[str]:
-    found: dict[tuple[str, str], dict[int, Layer]] = defaultdict(dict)
+    found: dict[tuple[str, str], dict[int, StoredLayer]] = defaultdict(dict)
     for module, layer in at.by_module.items():
         expert = _EXPERT.match(module)
         if expert is not None:
@@ -39,7 +39,7 @@ def _experts(at: Checkpoint) -> Iterator[str]:
     yield from _never_reached(at, found)
 
 
-def _apart(at: Checkpoint, layers: Iterable[Layer]) -> Iterator[str]:
+def _apart(at: Checkpoint, layers: Iterable[StoredLayer]) -> Iterator[str]:
     """Experts whose scale has nothing to do with that of the others of their block."""
     for suffix, (low, high) in _APART.items():
         values: dict[str, float] = {}
@@ -61,7 +61,7 @@ def _apart(at: Checkpoint, layers: Iterable[Layer]) -> Iterator[str]:
                     yield f"{name} is {value:.3g}, that of the block's experts {middle:.3g}"
 
 
-def _never_reached(at: Checkpoint, found: dict[tuple[str, str], dict[int, Layer]]) -> Iterator[str]:
+def _never_reached(at: Checkpoint, found: dict[tuple[str, str], dict[int, StoredLayer]]) -> Iterator[str]:
     """Experts all of whose inputs have the amax that ModelOpt falls back to without calibration tokens."""
     inputs: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for (experts, _), layers in found.items():

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from halfbyte.quant.checks import Checkpoint, Rule
-from halfbyte.quant.layouts import FORMATS, KV_SUFFIXES, Layer, is_kv
+from halfbyte.quant.layouts import FORMATS, KV_SUFFIXES, StoredLayer, is_kv
 from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX
 from halfbyte.recipes.find import load_recipe
 from halfbyte.recipes.schema import QuantizeSpec
@@ -48,7 +48,7 @@ def _finite(at: Checkpoint) -> Iterator[str]:
             yield f"{name} has {codes.not_a_number} codes that stand for NaN"
 
 
-def _largest_weight(at: Checkpoint, layer: Layer) -> float:
+def _largest_weight(at: Checkpoint, layer: StoredLayer) -> float:
     scale = at.seen.scales[layer.scale].largest
     if layer.storage == "nvfp4":
         return E2M1_MAX * scale * (at.scalar(layer.scale_2) or 0.0)

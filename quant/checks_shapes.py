@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from halfbyte.quant.checks import Checkpoint, Rule
-from halfbyte.quant.layouts import MIXED_PRECISION, Layer
-from halfbyte.quant.numerics import MX_BLOCK, NVFP4_BLOCK
+from halfbyte.quant.layouts import MIXED_PRECISION, StoredLayer
+from halfbyte.quant.numerics import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK
 
-_SQUARE = 128
 _FLOATS = ("F32", "BF16", "F16")
 _SCALE_TYPES = {"nvfp4": ("F8_E4M3",), "mxfp4": ("U8", "F8_E8M0"), "mxfp8": ("U8", "F8_E8M0")}
 _NOT_TEXT = re.compile(r"(visual|vision|audio|encoder|mtp|draft)")
@@ -29,7 +28,7 @@ def _shapes(at: Checkpoint) -> Iterator[str]:
         yield from _width(at, layer)
 
 
-def _block(at: Checkpoint, layer: Layer) -> int:
+def _block(at: Checkpoint, layer: StoredLayer) -> int:
     if layer.storage == "mxfp4":
         return MX_BLOCK
     declared: Any = at.declaration.get("group_size")
@@ -39,7 +38,7 @@ def _block(at: Checkpoint, layer: Layer) -> int:
     return declared if isinstance(declared, int) and declared > 0 else NVFP4_BLOCK
 
 
-def _allowed(at: Checkpoint, layer: Layer) -> list[Shape]:
+def _allowed(at: Checkpoint, layer: StoredLayer) -> list[Shape]:
     """The shapes a layer's weight_scale may have, the usual one first."""
     codes = at.shards.shape(layer.codes)
     *stack, rows, columns = codes
@@ -50,7 +49,7 @@ def _allowed(at: Checkpoint, layer: Layer) -> list[Shape]:
         along: list[Shape] = [(*stack, rows, columns // per_scale)]
         return [*along, (*stack, rows // per_scale, columns)] if layer.transposed else along
     if layer.storage == "fp8_block":
-        high, wide = -(-rows // _SQUARE), -(-columns // _SQUARE)
+        high, wide = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
         squares: list[Shape] = [(*stack, high, wide), (*stack, high, 1, wide, 1)]
         return [*squares, (*stack, wide, 1, high, 1)] if stack else squares  # ModelOpt cuts a stack's transpose
     if layer.storage == "fp8_channel":
@@ -60,7 +59,7 @@ def _allowed(at: Checkpoint, layer: Layer) -> list[Shape]:
     return [*ones, *((*stack, *one) for one in ones)] if stack else ones
 
 
-def _block_scales(at: Checkpoint, layer: Layer) -> Iterator[str]:
+def _block_scales(at: Checkpoint, layer: StoredLayer) -> Iterator[str]:
     codes, scale = at.shards.shape(layer.codes), at.shards.shape(layer.scale)
     if len(codes) < 2:
         yield f"{layer.codes} has shape {list(codes)}"
@@ -73,7 +72,7 @@ def _block_scales(at: Checkpoint, layer: Layer) -> Iterator[str]:
         yield f"{layer.scale} is {at.shards.dtype(layer.scale)}, expected {kinds[0]}"
 
 
-def _single_scales(at: Checkpoint, layer: Layer) -> Iterator[str]:
+def _single_scales(at: Checkpoint, layer: StoredLayer) -> Iterator[str]:
     codes = at.shards.shape(layer.codes)
     for name in (layer.scale_2, layer.input_scale):
         if name is not None:
@@ -84,7 +83,7 @@ def _single_scales(at: Checkpoint, layer: Layer) -> Iterator[str]:
                 yield f"{name} is {at.shards.dtype(name)}, expected F32"
 
 
-def _channels(at: Checkpoint, layer: Layer) -> Iterator[str]:
+def _channels(at: Checkpoint, layer: StoredLayer) -> Iterator[str]:
     codes = at.shards.shape(layer.codes)
     if len(codes) != 2:
         return
@@ -99,11 +98,11 @@ def _channels(at: Checkpoint, layer: Layer) -> Iterator[str]:
         yield f"{layer.lora_a or layer.lora_b} is one factor of a low-rank branch without the other"
 
 
-def _inputs(at: Checkpoint, layer: Layer) -> int:
+def _inputs(at: Checkpoint, layer: StoredLayer) -> int:
     return at.shards.shape(layer.codes)[-1] * (2 if layer.storage in ("nvfp4", "mxfp4") else 1)
 
 
-def _width(at: Checkpoint, layer: Layer) -> Iterator[str]:
+def _width(at: Checkpoint, layer: StoredLayer) -> Iterator[str]:
     """A weight that was transposed, or of another model, has the model's width on the wrong side."""
     hidden, shape = at.text_config.get("hidden_size"), at.shards.shape(layer.codes)
     if not isinstance(hidden, int) or len(shape) != 2 or ".layers." not in layer.module:

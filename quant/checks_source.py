@@ -16,7 +16,7 @@ import torch
 
 from halfbyte.quant.checkpoint import plain_dtype
 from halfbyte.quant.checks import Checkpoint, Rule
-from halfbyte.quant.layouts import NVFP4_AWQ, NVFP4_SVD, Layer, is_kv
+from halfbyte.quant.layouts import NVFP4_AWQ, NVFP4_SVD, StoredLayer, is_kv
 from halfbyte.quant.shards import Shards
 from halfbyte.quant.weight_error import BLOCK_ERROR, Misfit, distance
 
@@ -30,7 +30,7 @@ _PIECE = 2**20
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
-def source_name(at: Checkpoint, layer: Layer) -> str | None:
+def source_name(at: Checkpoint, layer: StoredLayer) -> str | None:
     """The original's tensor of a quantized weight; None where it has none."""
     projection = layer.module.rpartition(".")[2]
     renamed = f"{layer.module.removesuffix(projection)}{_MIXTRAL.get(projection, projection)}.weight"

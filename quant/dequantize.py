@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfbyte.quant.build import Builder, checked, logical_shape
 from halfbyte.quant.checkpoint import QuantFormat, Tensors, quant_format, read_config
-from halfbyte.quant.layouts import Layer, is_kv, is_scale
+from halfbyte.quant.layouts import StoredLayer, is_kv, is_scale
 from halfbyte.quant.models import Source, empty_model
 from halfbyte.quant.places import hub_names, require_declared
 from halfbyte.records.errors import UserError
@@ -113,7 +113,7 @@ def _plan(
             yield rename(name), _kept(tensors, name, builder.dtype)
 
 
-def _reading(builder: Builder, layer: Layer) -> Callable[[], Tensor]:
+def _reading(builder: Builder, layer: StoredLayer) -> Callable[[], Tensor]:
     if layer.parameter != "weight":
         return lambda: _finite(builder.stacked_values(layer), layer.codes)
     return lambda: _finite(_whole_weight(builder, layer), layer.codes)
@@ -126,7 +126,7 @@ def _finite(values: Tensor, name: str) -> Tensor:
     return values
 
 
-def _whole_weight(builder: Builder, layer: Layer) -> Tensor:
+def _whole_weight(builder: Builder, layer: StoredLayer) -> Tensor:
     """A weight with the parts put back that AWQ and SVDQuant took out: (W + B A) x s, for inputs that they scaled."""
     if layer.pre_quant_scale is None and layer.lora_a is None:
         return builder.values(layer)

@@ -10,16 +10,20 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+E2M1_BITS, E4M3_BITS, E8M0_BITS = (2, 1), (4, 3), (8, 0)
+"""Bits of the exponent and of the mantissa, as ModelOpt's num_bits and scale_bits give them."""
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_TINY = 2.0**-9
 """The smallest positive E4M3 value."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of E2M1 by code; bit 3 of a code is the sign."""
+E8M0_NAN = 255
+"""The code of NaN."""
 NVFP4_BLOCK = 16
 MX_BLOCK = 32
 FP8_BLOCK = 128
-"""The side of a square."""
+"""The side of a square of weights, and the length of a group of inputs, that share an FP8 scale."""
 
 
 def _round_(x: Tensor, mantissa: int, least: float, largest: float) -> Tensor:
@@ -104,7 +108,7 @@ def e4m3_decode(codes: Tensor) -> Tensor:
 def e8m0_decode(codes: Tensor) -> Tensor:
     """float32 values 2^(code - 127) of E8M0 codes (uint8); 255 is NaN."""
     bits = codes.int() << 23
-    bits = torch.where(codes == 0, 0x00400000, torch.where(codes == 255, 0x7FC00000, bits))
+    bits = torch.where(codes == 0, 0x00400000, torch.where(codes == E8M0_NAN, 0x7FC00000, bits))
     return bits.int().view(torch.float32)
 
 
@@ -116,7 +120,7 @@ def e8m0_encode(scale: Tensor) -> Tensor:
     bits = scale.float().contiguous().view(torch.int32)
     codes = ((bits + 0x007FFFFF) >> 23).clamp_(0, 254)
     codes = torch.where(bits <= 0x00400000, 0, codes)
-    return torch.where(scale.isnan(), 255, codes).to(torch.uint8)
+    return torch.where(scale.isnan(), E8M0_NAN, codes).to(torch.uint8)
 
 
 def look_up(table: Tensor, codes: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from halfbyte.records.errors import UserError
 FP8 = "FP8"
 FP8_CHANNEL = "FP8_PER_CHANNEL_PER_TOKEN"
 FP8_BLOCK_WEIGHTS = "FP8_PB_WO"
-FP8_BLOCK = "FP8_BLOCK"
+DEEPSEEK_FP8 = "FP8_BLOCK"
 """Squares of 128 x 128, and activations in groups of 128: DeepSeek's own, quant_method "fp8"."""
 NVFP4 = "NVFP4"
 NVFP4_AWQ = "NVFP4_AWQ"
@@ -54,7 +54,7 @@ FORMATS: dict[str, Format] = {
     FP8: Format("fp8", "fp8"),
     FP8_CHANNEL: Format("fp8_channel", "fp8_token"),
     FP8_BLOCK_WEIGHTS: Format("fp8_block", None),
-    FP8_BLOCK: Format("fp8_block", "fp8_group"),
+    DEEPSEEK_FP8: Format("fp8_block", "fp8_group"),
     NVFP4: Format("nvfp4", "nvfp4"),
     NVFP4_AWQ: Format("nvfp4", "nvfp4"),
     NVFP4_SVD: Format("nvfp4", "nvfp4"),
@@ -104,7 +104,7 @@ class Heads(Protocol):
 
 
 @dataclass(frozen=True)
-class Layer:
+class StoredLayer:
     """The tensors of one quantized weight, by name; None where the format has none."""
 
     module: str
@@ -144,11 +144,11 @@ class Layer:
                 return W4A16_MXFP4
             return W4A8_MXFP4_FP8 if self.input_scale is not None else MXFP4
         if self.storage == "fp8_block":
-            return FP8_BLOCK if self.scale.endswith("_inv") else FP8_BLOCK_WEIGHTS
+            return DEEPSEEK_FP8 if self.scale.endswith("_inv") else FP8_BLOCK_WEIGHTS
         return {"fp8": FP8, "fp8_channel": FP8_CHANNEL, "mxfp8": MXFP8}[self.storage]
 
 
-def fits(layer: Layer, declared: str | None) -> bool:
+def fits(layer: StoredLayer, declared: str | None) -> bool:
     """Whether a layer is stored as its declared format is.
 
     A layer without pre_quant_scale fits NVFP4_AWQ, since ModelOpt folds the scale into the layer before where it can. A
@@ -164,7 +164,7 @@ def fits(layer: Layer, declared: str | None) -> bool:
     return stored == expected.storage and (optional or calibrated == expected.has_input_scale)
 
 
-def find_layer(heads: Heads, name: str) -> Layer | None:
+def find_layer(heads: Heads, name: str) -> StoredLayer | None:
     """The quantized weight whose codes are the tensor `name`; None when that is no quantized weight.
 
     Raises:
@@ -173,7 +173,7 @@ def find_layer(heads: Heads, name: str) -> Layer | None:
     module, _, leaf = name.rpartition(".")
     if leaf.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in heads:
         parameter = leaf.removesuffix("_blocks")
-        return Layer(module, "mxfp4", name, f"{module}.{parameter}_scales", parameter=parameter)
+        return StoredLayer(module, "mxfp4", name, f"{module}.{parameter}_scales", parameter=parameter)
     if leaf != "weight" and not (leaf in _STACKED and len(heads.shape(name)) == 3):
         return None
     prefix = f"{module}." if leaf == "weight" else f"{name}_"
@@ -191,7 +191,7 @@ def find_layer(heads: Heads, name: str) -> Layer | None:
         raise UserError(
             f"{module} is stored as {kind} without the scales that belong to it", "the checkpoint is incomplete"
         )
-    return Layer(
+    return StoredLayer(
         module,
         storage,
         codes=name,

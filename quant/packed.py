@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from halfbyte.quant.layouts import Storage
 from halfbyte.quant.numerics import (
     FP8,
+    FP8_BLOCK,
     MXFP4,
     MXFP8,
     NVFP4,
@@ -27,7 +28,6 @@ from halfbyte.quant.numerics import (
     nvfp4_dequantize,
 )
 
-_SQUARE = 128
 _CHUNK = 2**19
 """Values dequantized at once on a CPU: what lies between stays in its cache, which is several times faster."""
 
@@ -47,15 +47,15 @@ def dequantize(
     if storage is None or scale is None:
         return codes.to(dtype)
     if storage == "fp8_block" and scale.numel() > 1:
-        scale = scale.reshape([-(-size // _SQUARE) for size in codes.shape])
+        scale = scale.reshape([-(-size // FP8_BLOCK) for size in codes.shape])
     elif storage in ("fp8", "fp8_block", "fp8_channel"):
         scale = scale.reshape(-1, 1)
     rows, width = codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
-    step = max(_CHUNK // max(width, 1) // _SQUARE, 1) * _SQUARE
+    step = max(_CHUNK // max(width, 1) // FP8_BLOCK, 1) * FP8_BLOCK
     if codes.device.type != "cpu" or rows <= step:
         return _values(storage, codes, scale, scale_2, dtype)
     values = torch.empty(rows, width, dtype=dtype)
-    per_row = rows // scale.shape[0] if storage != "fp8_block" else _SQUARE
+    per_row = rows // scale.shape[0] if storage != "fp8_block" else FP8_BLOCK
     for first in range(0, rows, step):
         part = scale if scale.shape[0] == 1 else scale[first // per_row : -(-(first + step) // per_row)]
         values[first : first + step] = _values(storage, codes[first : first + step], part, scale_2, dtype)
@@ -72,7 +72,7 @@ def _values(storage: Storage, codes: Tensor, scale: Tensor, scale_2: Tensor | No
     if storage == "mxfp8":
         return mxfp8_dequantize(MXFP8(codes, scale.view(torch.uint8)), dtype)
     if storage == "fp8_block" and scale.numel() > 1:
-        return fp8_block_dequantize(codes, scale.float(), dtype, _SQUARE)
+        return fp8_block_dequantize(codes, scale.float(), dtype)
     return fp8_dequantize(FP8(codes, scale.float()), dtype)
 
 

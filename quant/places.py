@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from halfbyte.quant.checkpoint import QuantFormat, Tensors
-from halfbyte.quant.layouts import Layer, fits, is_kv, is_scale
+from halfbyte.quant.layouts import StoredLayer, fits, is_kv, is_scale
 from halfbyte.records.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ Part = tuple[int, int]
 class Places:
     """What of a checkpoint goes where."""
 
-    linears: dict[str, Layer] = field(default_factory=dict)
+    linears: dict[str, StoredLayer] = field(default_factory=dict)
     """By the model's name of the module."""
-    stacks: dict[Stack, dict[Part, Layer | str]] = field(default_factory=dict)
+    stacks: dict[Stack, dict[Part, StoredLayer | str]] = field(default_factory=dict)
     """Experts stored one by one; a name stands for a weight that is not quantized."""
-    whole: dict[Stack, Layer] = field(default_factory=dict)
+    whole: dict[Stack, StoredLayer] = field(default_factory=dict)
     """Experts stored in one tensor."""
-    others: dict[str, Layer] = field(default_factory=dict)
+    others: dict[str, StoredLayer] = field(default_factory=dict)
     """Quantized weights of other modules, such as embeddings, by the tensor's name."""
     plain: list[str] = field(default_factory=list)
     """Tensors that transformers loads as they are."""
@@ -120,7 +120,7 @@ def _require_untied(places: Places, model: PreTrainedModel) -> None:
         )
 
 
-def require_declared(layer: Layer, declared: QuantFormat) -> None:
+def require_declared(layer: StoredLayer, declared: QuantFormat) -> None:
     """Compares how a layer is stored with what is declared of it.
 
     Raises:
@@ -139,7 +139,7 @@ def require_declared(layer: Layer, declared: QuantFormat) -> None:
         )
 
 
-def _place(places: Places, layer: Layer, rename: Callable[[str], str], modules: dict[str, nn.Module]) -> None:
+def _place(places: Places, layer: StoredLayer, rename: Callable[[str], str], modules: dict[str, nn.Module]) -> None:
     if layer.parameter != "weight":
         stack = Stack(rename(f"{layer.module}.{layer.parameter}").rpartition(".")[0], layer.parameter)
         if not hasattr(modules.get(stack.module), stack.parameter):
@@ -158,7 +158,7 @@ def _place(places: Places, layer: Layer, rename: Callable[[str], str], modules: 
         places.others[layer.codes] = layer
 
 
-def _homeless(layer: Layer) -> UserError:
+def _homeless(layer: StoredLayer) -> UserError:
     return UserError(f"{layer.codes} belongs to no layer of the model", "the checkpoint does not fit its configuration")
 
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfbyte.quant.layouts import Layer, find_layer
+from halfbyte.quant.layouts import StoredLayer, find_layer
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import read_json
 
@@ -78,7 +78,7 @@ class Shards:
         """The tensor's type as safetensors names it."""
         return self.entries[name].dtype
 
-    def layer(self, name: str) -> Layer | None:
+    def layer(self, name: str) -> StoredLayer | None:
         """The quantized weight whose codes are this tensor; see layouts.find_layer."""
         return find_layer(self, name)
 

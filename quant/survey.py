@@ -14,24 +14,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from halfbyte.quant.layouts import Layer
+from halfbyte.quant.elements import E8M0_NAN, FP8_BLOCK, e4m3_table
+from halfbyte.quant.layouts import StoredLayer
 from halfbyte.quant.shards import Shards
 
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint64]
 
 _SAMPLED = 8
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+_E4M3 = e4m3_table(torch.device("cpu")).numpy()
 _E4M3_NORMAL = 8
 """The code of the smallest E4M3 value with full precision."""
-_E8M0_NAN = 255
 _E4M3_MINUS_ZERO = 0x80
 _ZERO_BLOCK = (0x38, 0x7E)
 """The scales, as bytes, that ModelOpt gives a block of zeros: 1, and 448 where a search chose the scales."""
 E4M3_448, E4M3_NAN = 0x7E, 0x7F
 # Magnitudes that the largest value of a block, row or tensor must reach; 3 of 6 and 224 of 448.
 _HALF_E2M1, _HALF_E4M3 = 5, 0x76
-_SQUARE = 128
 
 
 @dataclass
@@ -77,7 +76,7 @@ class Survey:
     kept: dict[str, Numbers] = field(default_factory=dict)
 
 
-def survey(shards: Shards, layers: list[Layer], scales: set[str]) -> Survey:
+def survey(shards: Shards, layers: list[StoredLayer], scales: set[str]) -> Survey:
     """Reads every tensor once.
 
     Args:
@@ -135,7 +134,7 @@ def _sample(found: Codes, index: int, part: Bytes, bits: int) -> None:
         found._at_maximum += int(np.count_nonzero((part & np.uint8(0x7F)) == E4M3_448))
 
 
-def _codes(shards: Shards, layer: Layer) -> Codes:
+def _codes(shards: Shards, layer: StoredLayer) -> Codes:
     entry = shards.entries[layer.codes]
     found = Codes()
     if layer.storage in ("nvfp4", "mxfp4"):
@@ -157,7 +156,7 @@ def _lies_across(codes: tuple[int, ...], scale: tuple[int, ...]) -> bool:
     return both and scale[1] > 0 and codes[1] in (8 * scale[1], 16 * scale[1])
 
 
-def _fp4(shards: Shards, layer: Layer, found: Codes) -> None:
+def _fp4(shards: Shards, layer: StoredLayer, found: Codes) -> None:
     codes, scale = shards.entries[layer.codes], shards.entries[layer.scale]
     blocks = scale.end - scale.begin
     size = (codes.end - codes.begin) // blocks if blocks else 0
@@ -178,7 +177,7 @@ def _fp4(shards: Shards, layer: Layer, found: Codes) -> None:
         found.groups += count
 
 
-def _look_closer(words: Words, low: NDArray[np.bool_], scales: Bytes, layer: Layer, found: Codes) -> None:
+def _look_closer(words: Words, low: NDArray[np.bool_], scales: Bytes, layer: StoredLayer, found: Codes) -> None:
     """Tells blocks of zeros from those that are weak.
 
     Args:
@@ -192,7 +191,7 @@ def _look_closer(words: Words, low: NDArray[np.bool_], scales: Bytes, layer: Lay
     if layer.storage == "nvfp4":
         full = (scales >= _E4M3_NORMAL) & (scales < E4M3_NAN)
     else:
-        full = (scales > 0) & (scales < _E8M0_NAN)
+        full = (scales > 0) & (scales < E8M0_NAN)
     found.empty += int(empty.sum())
     if layer.storage == "nvfp4":
         marked = np.isin(scales, _ZERO_BLOCK)
@@ -200,7 +199,7 @@ def _look_closer(words: Words, low: NDArray[np.bool_], scales: Bytes, layer: Lay
     found.weak += int((low & full & ~empty).sum())
 
 
-def _stacked_fp4(shards: Shards, layer: Layer, found: Codes) -> None:
+def _stacked_fp4(shards: Shards, layer: StoredLayer, found: Codes) -> None:
     """A stack [experts, in / 2, out], whose blocks do not lie in a row: each expert is turned around in memory."""
     codes, scale = shards[layer.codes], shards[layer.scale]
     size = codes.shape[1] // scale.shape[1]
@@ -213,11 +212,11 @@ def _stacked_fp4(shards: Shards, layer: Layer, found: Codes) -> None:
         found.groups += len(scales)
 
 
-def _fp8(shards: Shards, layer: Layer, found: Codes) -> None:
+def _fp8(shards: Shards, layer: StoredLayer, found: Codes) -> None:
     shape = shards.shape(layer.codes)
     row = shape[-1] if shape else 1
     scales = shards[layer.scale].flatten() if layer.storage == "mxfp8" else None
-    rows = _SQUARE if layer.storage == "fp8_block" else 1
+    rows = FP8_BLOCK if layer.storage == "fp8_block" else 1
     largest = 0
     done = 0
     for index, part in enumerate(shards.chunks(layer.codes, row * rows)):
@@ -244,9 +243,9 @@ def _groups(largest: NDArray[np.integer[np.typing.NBitBase]], found: Codes) -> N
 
 
 def _squares(rows: Bytes, found: Codes) -> None:
-    starts = np.arange(0, rows.shape[1], _SQUARE)
-    for top in range(0, len(rows), _SQUARE):
-        _groups(np.maximum.reduceat(rows[top : top + _SQUARE].max(axis=0), starts), found)
+    starts = np.arange(0, rows.shape[1], FP8_BLOCK)
+    for top in range(0, len(rows), FP8_BLOCK):
+        _groups(np.maximum.reduceat(rows[top : top + FP8_BLOCK].max(axis=0), starts), found)
 
 
 def _mx_rows(part: Bytes, scales: Bytes, done: int, found: Codes) -> int:
@@ -270,7 +269,7 @@ def _scale(shards: Shards, name: str) -> Numbers:
     if dtype not in ("F8_E4M3", "U8", "F8_E8M0"):
         return _numbers(shards[name].float().numpy())
     e4m3 = dtype == "F8_E4M3"
-    special = E4M3_NAN if e4m3 else _E8M0_NAN
+    special = E4M3_NAN if e4m3 else E8M0_NAN
     seen: set[int] = set()
     count = zeros = 0
     for part in shards.chunks(name):
@@ -281,7 +280,7 @@ def _scale(shards: Shards, name: str) -> Numbers:
         if e4m3 and (low == 0 or high >= _E4M3_MINUS_ZERO):
             zeros += int(np.count_nonzero((part & np.uint8(0x7F)) == 0))
     codes = np.array(sorted(seen))
-    values = _E4M3[codes] if e4m3 else np.where(codes == _E8M0_NAN, np.nan, np.exp2(np.minimum(codes, 254) - 127.0))
+    values = _E4M3[codes] if e4m3 else np.where(codes == E8M0_NAN, np.nan, np.exp2(np.minimum(codes, 254) - 127.0))
     found = _numbers(values)
     found.values, found.zeros = count, zeros
     return found

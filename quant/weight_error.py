@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.quant.layouts import Layer
+from halfbyte.quant.layouts import StoredLayer
 from halfbyte.quant.numerics import (
     FP8_BLOCK,
     MX_BLOCK,
@@ -104,7 +104,7 @@ class _Pair:
         Misfit: when these differ in shape.
     """
 
-    def __init__(self, checkpoint: Shards, source: Shards, layer: Layer, name: str) -> None:
+    def __init__(self, checkpoint: Shards, source: Shards, layer: StoredLayer, name: str) -> None:
         self.checkpoint, self.source, self.layer, self.name = checkpoint, source, layer, name
         *stack, rows, width = checkpoint.shape(layer.codes)
         if layer.codes.endswith("_blocks"):
@@ -190,7 +190,7 @@ def _slice(matrix: Tensor, first: int, last: int) -> Tensor:
     return matrix[first:last]
 
 
-def _of_rows(layer: Layer, scale: Tensor, first: int, last: int) -> Tensor:
+def _of_rows(layer: StoredLayer, scale: Tensor, first: int, last: int) -> Tensor:
     """The scales of some rows."""
     if layer.storage == "fp8" or scale.numel() == 1:
         return scale
@@ -199,7 +199,9 @@ def _of_rows(layer: Layer, scale: Tensor, first: int, last: int) -> Tensor:
     return scale[first:last]
 
 
-def distance(checkpoint: Shards, source: Shards, layer: Layer, name: str, *, folded: bool, blocks: bool) -> Distance:
+def distance(
+    checkpoint: Shards, source: Shards, layer: StoredLayer, name: str, *, folded: bool, blocks: bool
+) -> Distance:
     """Compares a stored weight with a tensor of the source.
 
     Args:
@@ -260,7 +262,7 @@ def _add(sums: _Sums, weight: Tensor, original: Tensor, block: int) -> None:
         sums.size += float(original.dot(original))
 
 
-def _expected(layer: Layer, sums: _Sums) -> float:
+def _expected(layer: StoredLayer, sums: _Sums) -> float:
     """The relative error of rounding the sampled rows; infinite where these are zero, so that all are looked at."""
     rows = torch.cat(sums.sample)
     size = float(rows.norm())
@@ -276,7 +278,7 @@ def _expected_of_all(pair: _Pair, largest: float) -> float:
     return math.sqrt(squares)
 
 
-def _rounded(layer: Layer, original: Tensor, largest: float) -> Tensor:
+def _rounded(layer: StoredLayer, original: Tensor, largest: float) -> Tensor:
     """Rows of an original whose largest magnitude is `largest`, through the layer's format and back."""
     if layer.storage == "nvfp4":
         return nvfp4_dequantize(nvfp4_quantize(original, nvfp4_scale_2(torch.tensor(largest))))
