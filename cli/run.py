@@ -35,7 +35,7 @@ def run(args: Namespace) -> int:
 
     policies = {recipe.name: _policy_that_applies(recipe) for recipe in recipes}
     jobs = [produce.prepare(recipe, args.device) for recipe in recipes]
-    if len({job.source.digest for job in jobs}) > 1:
+    if len(jobs) > 1 and len({job.source.digest for job in jobs}) > 1:
         raise UserError("these recipes start from different models", "one table has one baseline: run them one by one")
     if args.dry_run:
         return _print_plans(jobs, as_json=args.json)
