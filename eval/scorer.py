@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -223,6 +224,8 @@ def _shares_exactly(model: Any) -> bool:
     attention that takes no mask of its own, do not.
     """
     reason = _depends_on_length(model.config)
+    if reason is None and "position_ids" not in inspect.signature(model.forward).parameters:
+        reason = f"{type(model).__name__} takes no position_ids"  # as with ALiBi, which counts places in the row
     # Rounded activations at the edge of two codes may differ on one text, and hardly on three.
     reasons = [reason] if reason else [_try_sharing(model, seed) for seed in range(3)]
     if None in reasons:
@@ -236,32 +239,38 @@ def _try_sharing(model: Any, seed: int) -> str | None:
     """Why two rows with a cached prefix and two branches each differ from single forward passes; None: they do not."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+    window = attention_window(model.config)
+    size = 12 if window is None or window > 5 * 12 else 1  # a row below is four times as long, and stays in a window
     vocabulary = int(model.get_input_embeddings().num_embeddings)
     draw = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocabulary, (10,), generator=draw).tolist()
-    prefix = tuple(tokens[:2])
+    tokens = torch.randint(vocabulary, (8, size), generator=draw).tolist()
+    prefix = tuple(tokens[0])
     rows = [
-        Row((*prefix, tokens[2]), [tuple(tokens[3:5]), (tokens[5],)]),
-        Row((*prefix, *tokens[6:8]), [(tokens[8],), (tokens[9],)]),
+        Row((*prefix, *tokens[1]), [tuple(tokens[2]), tuple(tokens[3])]),
+        Row((*prefix, *tokens[4], *tokens[5]), [tuple(tokens[6][: size // 2 + 1]), tuple(tokens[7][: size // 2])]),
     ]
-    ends = [[2, 3], [2, 3]]  # where each branch ends, counted behind the prefix
     scorer = PrefixScorer.__new__(PrefixScorer)
     scorer.model, scorer._prefix = model, None
+    width = max(row.length for row in rows) - size
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    for at, row in enumerate(rows):
+        behind = [*row.context[size:], *(token for branch in row.branches for token in branch)]
+        ids[at, : len(behind)] = torch.tensor(behind)
     try:
         cache = scorer._cache(prefix, len(rows))
         if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
             return f"{type(model).__name__} caches more than keys and values"
-        options = scorer._branched(rows, len(prefix), rows[0].length - len(prefix))
-        ids = [[*row.context[2:], *(token for branch in row.branches for token in branch)] for row in rows]
-        together = model(
-            torch.tensor(ids, device=model.device), past_key_values=cache, use_cache=True, **options
-        ).logits
-        for row, spots, logits in zip(rows, ends, together.float(), strict=True):
-            for branch, spot in zip(row.branches, spots, strict=True):
-                whole = torch.tensor([[*row.context, *branch]], device=model.device)
-                alone = model(whole, use_cache=False).logits[0, -1].float()
-                if float((logits[spot] - alone).abs().max()) > 0.1 * float(alone.std()) + 1e-6:
-                    return f"{type(model).__name__} does not read them from a cache"
+        options = scorer._branched(rows, size, width)
+        together = model(ids.to(model.device), past_key_values=cache, use_cache=True, **options).logits.float()
+        for row, logits in zip(rows, together, strict=True):
+            end = len(row.context) - size - 1
+            for branch in row.branches:
+                end += len(branch)
+                if branch:
+                    whole = torch.tensor([[*row.context, *branch]], device=model.device)
+                    alone = model(whole, use_cache=False).logits[0, -1].float()
+                    if float((logits[end] - alone).abs().max()) > 0.1 * float(alone.std()) + 1e-6:
+                        return f"{type(model).__name__} does not read them from a cache"
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         return f"a shared prefix fails: {error}"
     return None

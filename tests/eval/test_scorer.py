@@ -83,6 +83,8 @@ def _odd_model(kind: str) -> Any:
         config = hf.GPTNeoConfig(vocab_size=384, hidden_size=64, num_layers=2, num_heads=4, window_size=16,
                                  attention_types=[[["global", "local"], 1]], max_position_embeddings=512)  # fmt: skip
         model = hf.GPTNeoForCausalLM(config)
+    elif kind == "distances in the row":
+        model = hf.MptForCausalLM(hf.MptConfig(vocab_size=384, d_model=64, n_heads=4, n_layers=2, max_seq_len=512))
     elif kind == "sliding window":
         model = hf.MistralForCausalLM(hf.MistralConfig(**shape, sliding_window=48))
     elif kind == "positions by length":
@@ -101,7 +103,7 @@ def _odd_model(kind: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "shares"),
     [("position table", True), ("local attention", True), ("sliding window", True), ("positions by length", False),
-     ("chunked attention", False)],
+     ("chunked attention", False), ("distances in the row", False)],
 )  # fmt: skip
 def test_no_architecture_gets_other_answers(kind: str, shares: bool) -> None:
     model, requests = _odd_model(kind), few_shot(questions=5)
@@ -155,10 +157,10 @@ def test_a_model_without_a_cache_is_scored_row_by_row(monkeypatch: pytest.Monkey
     model = make_model("llama").float()
     forward = model.forward
 
-    def without_cache(input_ids: Any, past_key_values: Any = None, **options: Any) -> Any:
+    def without_cache(input_ids: Any, past_key_values: Any = None, position_ids: Any = None, **options: Any) -> Any:
         if past_key_values is not None:
             raise TypeError("unexpected keyword argument 'past_key_values'")
-        return forward(input_ids, **options)
+        return forward(input_ids, position_ids=position_ids, **options)
 
     monkeypatch.setattr(model, "forward", without_cache)
     scorer, requests = PrefixScorer(model, budget=512), few_shot(questions=2)
@@ -169,7 +171,11 @@ def test_a_model_without_a_cache_is_scored_row_by_row(monkeypatch: pytest.Monkey
 def test_a_cache_that_is_read_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama").float()
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda ids, **_: forward(ids, use_cache=False))  # forgets the prefix
+
+    def forgets_the_prefix(ids: Any, position_ids: Any = None, **_: Any) -> Any:
+        return forward(ids, position_ids=position_ids, use_cache=False)
+
+    monkeypatch.setattr(model, "forward", forgets_the_prefix)
     assert not PrefixScorer(model, budget=512).shares
 
 
