@@ -95,14 +95,24 @@ def quant_config(spec: QuantizeSpec) -> dict[str, Any]:
     if spec.kv_cache is not None:
         config["quant_cfg"] = [*config["quant_cfg"], *copy.deepcopy(KV_QUANT_CFG_CHOICES[spec.kv_cache]["quant_cfg"])]
     for pattern in spec.keep:
-        names = [f"{pattern}.*", *([pattern] if pattern.endswith("*") else [])]
-        config["quant_cfg"] = [*config["quant_cfg"], *({"quantizer_name": name, "enable": False} for name in names)]
+        entries = [{"quantizer_name": name, "enable": False} for name in keep_patterns(pattern)]
+        config["quant_cfg"] = [*config["quant_cfg"], *entries]
     try:
         QuantizeConfig(**config)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"ModelOpt refuses the quantize block: {' '.join(str(error).split())[:300]}") from None
     require_supported_algorithm(config)
     return _exportable(config)
+
+
+def keep_patterns(pattern: str) -> list[str]:
+    """The patterns for the names of the quantizers that a pattern of quantize.keep switches off.
+
+    They are those of linears and experts: the KV cache's quantizers belong to no layer that could be kept, and a
+    checkpoint declares one format for the whole cache.
+    """
+    starts = [f"{pattern}.*", *([pattern] if pattern.endswith("*") else [])]
+    return [f"{start}{side}_quantizer" for start in starts for side in ("weight", "input", "output")]
 
 
 def methods(config: dict[str, Any]) -> list[str | None]:

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)  # strict: or `limit: true` would be a limit of 1
+    # strict: or `limit: true` would be a limit of 1
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelSpec(_Strict):
@@ -61,7 +62,8 @@ class QuantizeSpec(_Strict):
     kv_cache: Literal["fp8", "fp8_cast", "fp8_affine", "nvfp4", "nvfp4_cast", "nvfp4_affine"] | None = None
     """KV-cache quantizers added to a preset or an inline quant_cfg."""
     keep: list[str] = []
-    """Layers that stay as they are whatever the recipe or preset says, by name or pattern: lm_head, '*.layers.0.*'."""
+    """Layers that stay as they are whatever the recipe or preset says, by name or pattern: lm_head, '*.layers.0.*'.
+    A KV cache stays quantized in all of them."""
     calibration: CalibrationSpec
 
     @model_validator(mode="after")

@@ -158,3 +158,24 @@ def test_a_tied_head_is_not_quantized_through_the_embeddings(tmp_path: Path) -> 
     ]
     with pytest.raises(UserError, match=r"lm_head shares its weight with model\.embed_tokens"):
         _plan(tmp_path, spec(None, quant_cfg=head))
+
+
+@pytest.mark.parametrize("pattern", ["*.layers.0.*", "model.layers.0", "*layers.0*"])
+def test_kept_layers_stay_in_the_kv_cache(pattern: str, tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    plan = _plan(tmp_path, spec("nvfp4", "fp8", keep=[pattern]))
+    assert len(plan.quantized) == 7
+    assert all(layer.name.startswith("model.layers.1.") for layer in plan.quantized)
+    assert (plan.kv_cache, plan.kv_layers) == ("FP8", 2)
+
+
+@pytest.mark.parametrize("kv_cache", ["fp8", "nvfp4_affine"])
+def test_a_checkpoint_with_a_kept_layer_and_a_kv_cache_can_be_read_back(
+    kv_cache: str, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    make_model("llama").save_pretrained(tmp_path / "model")
+    block = spec("nvfp4", kv_cache, keep=["*.layers.0.*"])
+    _, memory, read_back = quantize_both(
+        tmp_path / "model", tiny_tokenizer, tmp_path / "out", block, torch.float32, INPUTS
+    )
+    assert torch.equal(memory, read_back)

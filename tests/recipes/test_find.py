@@ -228,3 +228,8 @@ def test_the_digest_follows_content_and_not_place_or_description(mine: Path, tmp
 def test_a_value_that_would_be_misread_is_refused(override: str) -> None:
     with pytest.raises(UserError, match=rf"--set: {override.partition('=')[0]} is "):
         load_recipe("demo-fp8", [override])
+
+
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_a_threshold_that_is_no_finite_number_is_refused(value: str, mine: Path) -> None:
+    assert "evaluate.canary.max_kl" in refusal(mine, f"evaluate.canary.max_kl={value}").message
