@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
 from torch import nn
 
-from halfbyte.quant.configs import methods
+from halfbyte.quant.configs import keep_patterns, methods
 from halfbyte.quant.layouts import (
     FP8,
     FP8_BLOCK_WEIGHTS,
@@ -40,6 +42,13 @@ _DECLARED = {
     "mxfp8": MXFP8,
 }
 _QUANTIZERS = (".input_quantizer", ".weight_quantizer", ".k_bmm_quantizer", ".v_bmm_quantizer")
+# Linears below one parent that read the same input: ModelOpt's export and serving engines give them one format.
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
 SCALAR = 4
 """Bytes of a float32 scale."""
 
@@ -139,11 +148,6 @@ def _layer(name: str, kind: str, shape: tuple[int, ...], quantizer: Any, inputs:
         )
     blocks = quantizer.block_sizes or {}
     block = 0 if found == FP8_BLOCK_WEIGHTS else int(blocks.get(-1) or 0)
-    if block and shape[-1] % block:
-        raise UserError(
-            f"{name} has {shape[-1]} inputs, which is no multiple of the {found} block of {block}",
-            f"keep it: {_keeping(name)}",
-        )
     if found == FP8_BLOCK_WEIGHTS and (blocks.get(-1), blocks.get(-2)) != (FP8_BLOCK, FP8_BLOCK):
         raise UserError(
             f"{name} would have FP8 blocks of another size than {FP8_BLOCK} x {FP8_BLOCK}", "change block_sizes"
@@ -196,7 +200,7 @@ def _format(name: str, quantizer: Any, inputs: Any) -> str:
     return _DECLARED[found]
 
 
-def refuse_tied(model: nn.Module, layers: tuple[Layer, ...]) -> None:
+def refuse_tied(model: nn.Module, layers: tuple[Layer, ...], keep: Sequence[str] = ()) -> None:
     """Rounding a weight that another module shares would change that module too, and a loader would tie them again."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -210,12 +214,102 @@ def refuse_tied(model: nn.Module, layers: tuple[Layer, ...]) -> None:
             other = next(name for name in names if name != chosen[0])
             raise UserError(
                 f"{chosen[0]} shares its weight with {other}, which would be changed with it",
-                f"keep it: {_keeping(chosen[0])}",
+                f"keep it: {keeping(layers, [chosen[0]], keep)}",
             )
 
 
-def _keeping(name: str) -> str:
-    return f"--set quantize.keep=['{name}']"
+def _keeping(*patterns: str) -> str:
+    return f'--set "quantize.keep={list(patterns)}"'
+
+
+def keeping(layers: Sequence[Layer], names: Iterable[str], keep: Sequence[str] = ()) -> str:
+    """The option that keeps some layers, with those that must be kept with them, and what is kept already.
+
+    Args:
+        layers: All of the model's.
+        names: Of those to keep.
+        keep: The recipe's quantize.keep.
+    """
+    owners = {layer.name: _owner(layer) for layer in layers}
+    wanted = {owners[name] for name in names}
+    wanted |= {owners[name] for group in _groups(layers) if {owners[n] for n in group} & wanted for name in group}
+    spared = {owners[layer.name] for layer in layers if layer.format} - wanted
+    exact: dict[str, bool] = {}
+    patterns = []
+    for owner in dict.fromkeys(owner for owner in owners.values() if owner in wanted):
+        every = ".".join("*" if part.isdigit() else part for part in owner.split("."))
+        if every not in exact:
+            exact[every] = not any(fnmatch(other, every) for other in spared)
+        patterns.append(every if exact[every] else owner)
+    return _keeping(*dict.fromkeys([*keep, *patterns]))
+
+
+def _owner(layer: Layer) -> str:
+    """What a pattern of quantize.keep has to match: of experts in one tensor each, the module that holds them all."""
+    return layer.name.rsplit(".", 2)[0] if layer.kind == "Expert" else layer.name
+
+
+def _groups(layers: Sequence[Layer]) -> list[list[str]]:
+    """The names of the layers that must have the same format, of each such group with more than one member."""
+    known = {layer.name for layer in layers}
+    groups = []
+    for layer in layers:
+        parent, _, last = layer.name.rpartition(".")
+        for members in _FUSED:
+            if last == members[0]:
+                group = [name for name in (f"{parent}.{member}" for member in members) if name in known]
+                groups += [group] if len(group) > 1 else []
+    return groups
+
+
+def require_fit(layers: Sequence[Layer], keep: Sequence[str] = ()) -> None:
+    """Refuses blocks that do not divide the inputs of their layers, and groups of layers quantized in part.
+
+    Args:
+        layers: All of the model's.
+        keep: The recipe's quantize.keep, which the hints repeat.
+
+    Raises:
+        UserError: naming all layers that are to be kept.
+    """
+    uneven = [layer for layer in layers if layer.block and layer.shape[-1] % layer.block]
+    if uneven:
+        first, more = uneven[0], f"; nor do {len(uneven) - 1} more layers fit" if len(uneven) > 1 else ""
+        raise UserError(
+            f"{first.name} has {first.shape[-1]} inputs, which is no multiple of the {first.format} block of"
+            f" {first.block}{more}",
+            f"keep what does not fit: {keeping(layers, [layer.name for layer in uneven], keep)}",
+        )
+    formats = {layer.name: layer.format for layer in layers}
+    split = [group for group in _groups(layers) if len({formats[name] for name in group}) > 1]
+    if split:
+        said = ", ".join(f"{name} {formats[name] or 'kept'}" for name in split[0])
+        raise UserError(
+            f"layers that are fused when they are served would have different formats: {said}",
+            f"keep all of them: {keeping(layers, [name for group in split for name in group], keep)}",
+        )
+
+
+def require_known(model: nn.Module, layers: Sequence[Layer], keep: Iterable[str]) -> None:
+    """Refuses a pattern of quantize.keep that matches nothing.
+
+    Args:
+        model: With ModelOpt's quantizers inserted.
+        layers: All of the model's.
+        keep: The recipe's quantize.keep.
+
+    Raises:
+        UserError: naming the pattern, and the nearest layer.
+    """
+    from modelopt.torch.quantization.conversion import _normalize_fused_experts_quantizer_name as normalized
+
+    names = [normalized(name) for name, _ in model.named_modules()]
+    for pattern in keep:
+        if not any(fnmatch(name, entry) for entry in keep_patterns(pattern) for name in names):
+            owners = list(dict.fromkeys(map(_owner, layers)))
+            near = get_close_matches(pattern, owners, n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else f"layers are named like '{owners[-1]}'" if owners else None
+            raise UserError(f"quantize.keep: '{pattern}' matches no layer that could be quantized", hint)
 
 
 def refuse_unreadable(model: nn.Module) -> None:

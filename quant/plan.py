@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,15 @@ import torch
 from torch import nn
 
 from halfbyte.quant.folding import input_shapes, keeps_smoothing, require_smoothable
-from halfbyte.quant.layers import SCALAR, Layer, layers_of, refuse_tied, refuse_unreadable
+from halfbyte.quant.layers import (
+    SCALAR,
+    Layer,
+    layers_of,
+    refuse_tied,
+    refuse_unreadable,
+    require_fit,
+    require_known,
+)
 from halfbyte.quant.layouts import NVFP4_AWQ, NVFP4_SVD
 from halfbyte.quant.models import Source, empty_model
 from halfbyte.quant.rounding import kept_buffers
@@ -76,22 +85,23 @@ def _groups(layers: list[Layer]) -> str:
     return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in counts.items())
 
 
-def make_plan(source: Source, config: dict[str, Any], dtype: torch.dtype) -> Plan:
+def make_plan(source: Source, config: dict[str, Any], dtype: torch.dtype, keep: Sequence[str] = ()) -> Plan:
     """Plans from the model's configuration on the meta device: no weight is read.
 
     Args:
         source: The original model.
         config: What configs.quant_config made.
         dtype: Type of what is kept.
+        keep: The recipe's quantize.keep: each pattern must match a layer, and hints add to it.
 
     Raises:
         UserError: when no layer matches, or a layer would get a format that cannot be exported and read back.
     """
     _, model = empty_model(source, dtype)
-    return plan_of(model, config)
+    return plan_of(model, config, keep)
 
 
-def plan_of(model: nn.Module, config: dict[str, Any]) -> Plan:
+def plan_of(model: nn.Module, config: dict[str, Any], keep: Sequence[str] = ()) -> Plan:
     """The plan for a model on the meta device; quantizers are inserted into it."""
     from modelopt.torch.quantization.conversion import replace_quant_module, set_quantizer_by_cfg
 
@@ -102,9 +112,15 @@ def plan_of(model: nn.Module, config: dict[str, Any]) -> Plan:
     size += sum(buffer.numel() * kind.itemsize for buffer, kind in kept_buffers(model, dtype).values())
     with quiet_upstream():
         replace_quant_module(model)
-        set_quantizer_by_cfg(model, config["quant_cfg"])
+        try:
+            set_quantizer_by_cfg(model, config["quant_cfg"])
+        except ValueError as error:
+            if not str(error).startswith("parent_class"):
+                raise
+            raise UserError(f"quant_cfg: {str(error).split('. ')[0]}", "name a class of the model's layers") from None
     refuse_unreadable(model)
     layers = tuple(layers_of(model, kinds, config))
+    require_known(model, layers, keep)
     if not any(layer.format for layer in layers):
         example = next((layer.name for layer in layers if layer.kind in ("Linear", "Expert")), "(none is a linear)")
         patterns = [entry.get("quantizer_name") for entry in config["quant_cfg"] if entry.get("cfg")]
@@ -112,7 +128,8 @@ def plan_of(model: nn.Module, config: dict[str, Any]) -> Plan:
             f"the recipe matches no layer of the model (quantizers enabled: {', '.join(map(str, patterns)) or 'none'})",
             f"its layers are named like {example}",
         )
-    refuse_tied(model, layers)
+    refuse_tied(model, layers, keep)
+    require_fit(layers, keep)
     layers = _with_smoothing(model, layers, config)
     kv_cache, kv_layers, kv_bytes = _kv_cache(model)
     size += kv_bytes

@@ -106,7 +106,7 @@ def prepare(recipe: Recipe, device: str | None = None) -> Job:
     fidelity = recipe.evaluate.fidelity
     for entry in [*recipe.quantize.calibration.sources, *([fidelity.source] if fidelity else [])]:
         require_local(entry)
-    plan = make_plan(source, config, torch_dtype(recipe.model.dtype))
+    plan = make_plan(source, config, torch_dtype(recipe.model.dtype), recipe.quantize.keep)
     computed = compute_dtype(recipe.evaluate.dtype, where, torch_dtype(recipe.model.dtype))
     return Job(recipe, source, config, plan, where, str(computed).removeprefix("torch."))
 

@@ -19,7 +19,7 @@ INPUTS = torch.zeros(1, 4, dtype=torch.long)
 
 
 def _plan(folder: Path, block: QuantizeSpec) -> Any:
-    return make_plan(locate(str(folder)), quant_config(block), torch.bfloat16)
+    return make_plan(locate(str(folder)), quant_config(block), torch.bfloat16, block.keep)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
@@ -179,3 +179,64 @@ def test_a_checkpoint_with_a_kept_layer_and_a_kv_cache_can_be_read_back(
         tmp_path / "model", tiny_tokenizer, tmp_path / "out", block, torch.float32, INPUTS
     )
     assert torch.equal(memory, read_back)
+
+
+def _hinted(caught: Any) -> list[str]:
+    """The patterns of the option that a hint gives, as a shell and a recipe read it."""
+    import shlex
+
+    import yaml
+
+    hint = caught.value.hint
+    option = shlex.split(hint[hint.index("--set ") :])[1]
+    found = yaml.safe_load(option.removeprefix("quantize.keep="))
+    assert isinstance(found, list)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keep", "said", "hinted"),
+    [
+        ("*gate_proj", r"layers\.0\.mlp\.gate_proj kept, .*up_proj NVFP4", "model.layers.*.mlp.up_proj"),
+        ("*.1.mlp.up_proj", r"layers\.1\.mlp\.gate_proj NVFP4, .*up_proj kept", "model.layers.1.mlp.gate_proj"),
+        ("*.0.self_attn.q_proj", r"q_proj kept, .*k_proj NVFP4, .*v_proj NVFP4", "model.layers.0.self_attn.v_proj"),
+    ],
+)
+def test_a_part_of_a_fused_group_is_not_kept_alone(keep: str, said: str, hinted: str, tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=said) as caught:
+        _plan(tmp_path, spec("nvfp4", keep=[keep]))
+    patterns = _hinted(caught)
+    assert patterns[0] == keep
+    assert hinted in patterns
+    assert _plan(tmp_path, spec("nvfp4", keep=patterns)).quantized
+
+
+@pytest.mark.parametrize("keep", ["lm_haed", "", "[", "model.layers.7", "*bmm*"])
+def test_a_pattern_that_keeps_nothing_is_refused(keep: str, tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"quantize\.keep: .* matches no layer") as caught:
+        _plan(tmp_path, spec("nvfp4", "fp8", keep=["lm_head", keep]))
+    assert f"'{keep}'" in caught.value.message
+    assert keep != "lm_haed" or "did you mean 'lm_head'" in str(caught.value)
+
+
+def test_one_list_keeps_all_layers_that_a_block_does_not_fit(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {**SMALL, "hidden_size": 72, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"q_proj has 72 inputs.* block of 16; nor do 11 more layers fit") as caught:
+        _plan(tmp_path, spec("nvfp4", keep=["lm_head"]))
+    patterns = _hinted(caught)
+    assert patterns[0] == "lm_head"
+    assert {layer.name for layer in _plan(tmp_path, spec("nvfp4", keep=patterns)).quantized} == {
+        f"model.layers.{i}.mlp.down_proj" for i in range(2)
+    }
+
+
+def test_an_unknown_class_of_layers_is_refused(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    entries = [{"quantizer_name": "*", "parent_class": "foo", "enable": False}]
+    with pytest.raises(UserError, match="parent_class 'foo' not found"):
+        _plan(tmp_path, spec(None, quant_cfg=entries))
