@@ -20,8 +20,6 @@ from torch import Tensor
 from halfbyte.quant.layouts import StoredLayer
 from halfbyte.quant.numerics import (
     FP8_BLOCK,
-    MX_BLOCK,
-    NVFP4_BLOCK,
     fp8_block_dequantize,
     fp8_block_quantize,
     fp8_dequantize,
@@ -41,14 +39,17 @@ from halfbyte.quant.shards import Shards
 # GPTQ and clipped weights are up to 1.5 times as far from the original as rounded ones; damage starts at twice.
 _FACTOR, _SLACK = 1.7, 0.01
 BLOCK_ERROR = 0.75
-"""The relative error of a block whose scale was changed by a factor of 2 or more is above it."""
+"""The relative error of a block whose scale is twice as large, or whose signs or order are wrong, is above it."""
+# A scale that was searched for (local Hessian) may round most of a block to zero, for up to 0.5 % of a layer's blocks;
+# none makes a block larger than it was.
+_MOST_SHRUNK = 0.02
 _PIECE = 2**18
 """Values compared at once."""
 _SAMPLE = 2**17
 """Values whose rounding is looked at first: 8192 blocks of NVFP4, whose mean error is known within 1 %."""
 _USUAL = 0.15
 """The relative error of rounding ordinary weights is below it in every format: 3 % in FP8, 10 to 13 % in 4 bits."""
-_BLOCKS = {"nvfp4": NVFP4_BLOCK, "mxfp4": MX_BLOCK, "mxfp8": MX_BLOCK}
+_IN_BLOCKS = ("nvfp4", "mxfp4", "mxfp8")
 
 _Rows = Callable[[int, int], Tensor]
 """Rows of a matrix, from the first to before the second."""
@@ -68,7 +69,10 @@ class Distance:
     expected: float
     """Of rounding the original: of a sample of its rows where that was enough to tell."""
     wrong_blocks: int
-    """Blocks that are far off; 0 where they were not looked at."""
+    """Blocks that are far off and larger than the original's, and those that are smaller where they are many.
+
+    0 where blocks were not looked at.
+    """
 
     @property
     def close(self) -> bool:
@@ -93,7 +97,9 @@ class _Sums:
     stray: bool = False
     """Whether the stored weight is not zero in a piece where the original is."""
     far: list[Tensor] = field(default_factory=list)
-    """The squared errors of blocks that are far off relative to their own size."""
+    """The squared errors of blocks that are far off relative to their own size, and larger than the original's."""
+    shrunk: list[Tensor] = field(default_factory=list)
+    """Likewise of those that are smaller."""
     sample: list[Tensor] = field(default_factory=list)
 
 
@@ -219,11 +225,14 @@ def distance(
         UserError: when a file ends too early.
     """
     pair = _Pair(checkpoint, source, layer, name)
-    block = _BLOCKS.get(layer.storage, 0) if blocks else 0
+    looks = blocks and layer.storage in _IN_BLOCKS
+    block = 0
     stride = -(-pair.rows * pair.shape[1] // _SAMPLE)
     sums, row = _Sums(), 0
     for matrix in pair.matrices():
         columns = _column_factors(pair, matrix) if folded else None
+        if looks:  # NVFP4 has blocks of 16, or of 32 for FP8 inputs
+            block = pair.shape[1] // max(matrix.scale.shape[-1], 1) if matrix.scale.dim() else pair.shape[1]
         for weight, original in pair.pieces(matrix):
             if columns is not None:
                 weight *= columns
@@ -235,26 +244,34 @@ def distance(
     if size == 0:
         return Distance(0.0, math.inf if sums.stray else 0.0, 0.0, 0)
     error, expected = math.sqrt(sums.error) / size, _expected(layer, sums)
-    typical = sums.size * block / (pair.rows * pair.shape[1])
-    # Blocks so small that no answer depends on them are left out.
-    wrong = sum(int((errors > (0.1 * BLOCK_ERROR) ** 2 * typical).sum()) for errors in sums.far)
+    wrong = _wrong_blocks(sums, block, pair.rows * pair.shape[1])
     found = Distance(size, error, expected, wrong)
     if stride > 1 and not (found.close and expected < _USUAL):
         return Distance(size, error, _expected_of_all(pair, sums.largest) / size, wrong)
     return found
 
 
+def _wrong_blocks(sums: _Sums, block: int, values: int) -> int:
+    """How many blocks are wrong; those so small that no answer depends on them are left out."""
+    limit = (0.1 * BLOCK_ERROR) ** 2 * sums.size * block / values
+    grown, shrunk = (sum(int((errors > limit).sum()) for errors in part) for part in (sums.far, sums.shrunk))
+    return grown + (shrunk if shrunk * block > _MOST_SHRUNK * values else 0)
+
+
 def _add(sums: _Sums, weight: Tensor, original: Tensor, block: int) -> None:
-    """Adds one piece, in whose place the squares are left: of the differences and of the original."""
+    """Adds one piece, in whose place the differences are left."""
     largest = max(float(original.amax()), -float(original.amin()))
     sums.largest = max(sums.largest, largest)
     sums.stray |= largest == 0 and bool(weight.any())
     difference, original = weight.sub_(original).view(-1), original.view(-1)
     if block:
-        errors, sizes = (x.square_().view(-1, block).sum(1) for x in (difference, original))
+        errors, sizes = (x.square().view(-1, block).sum(1) for x in (difference, original))
         far = errors > BLOCK_ERROR**2 * sizes
         if bool(far.any()):
-            sums.far.append(errors[far])
+            stored = difference.view(-1, block)[far] + original.view(-1, block)[far]
+            grown = stored.square().sum(1) > sizes[far]
+            sums.far.append(errors[far][grown])
+            sums.shrunk.append(errors[far][~grown])
         sums.error += float(errors.sum())
         sums.size += float(sizes.sum())
     else:

@@ -146,6 +146,25 @@ def test_one_block_between_the_sampled_rows_is_found(kind: str, tmp_path: Path) 
     assert (found.close, found.wrong_blocks) == (True, 1)
 
 
+def test_a_few_blocks_that_a_search_rounded_to_nearly_nothing_are_no_damage(tmp_path: Path) -> None:
+    original = _original()
+    stored = _nvfp4(original.float())
+    stored["weight"][::20, :8] &= 0x99  # a twentieth of the rows, one block of 48: up to 0.5 in the place of 6
+    assert _distance(tmp_path, stored, original).wrong_blocks == 0
+    stored["weight"][::2, :16] &= 0x99  # 2 of 48 in every other row, which is more than 2 %
+    assert _distance(tmp_path, stored, original).wrong_blocks > 0.02 * original.numel() / 16
+
+
+def test_a_small_half_of_a_block_of_32_is_no_damage(tmp_path: Path) -> None:
+    original = _original()
+    original[::2, :16] *= 0.01
+    codes, scale = numerics.mxfp4_quantize(original.float())  # a block's scale is then a power of two
+    scale_2 = torch.tensor(2.0**-12)
+    scale = (torch.exp2(scale.float() - 127) / scale_2).to(torch.float8_e4m3fn)
+    found = _distance(tmp_path, {"weight": codes, "weight_scale": scale, "weight_scale_2": scale_2}, original)
+    assert (found.close, found.wrong_blocks) == (True, 0)
+
+
 def test_a_sample_that_is_easier_to_round_than_the_rest_condemns_nothing(tmp_path: Path) -> None:
     original = _original()
     stride = -(-original.numel() // weight_error._SAMPLE)
