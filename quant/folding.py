@@ -76,23 +76,30 @@ def keeps_smoothing(model: Any, smoothed: set[str]) -> set[str]:
         model: The model on the meta device.
         smoothed: Names of the layers.
     """
-    from modelopt.torch.export.quant_utils import PQS_FUSE_MODULE_MAPPING
     from modelopt.torch.export.unified_export_hf import collect_shared_input_modules
 
-    modules = dict(model.named_modules())
-    folded = set()
-    for name, module in modules.items():
-        for kinds, (into, of) in PQS_FUSE_MODULE_MAPPING:
-            if f"{name}.{of}" in smoothed and any(kind in type(module).__name__ for kind in kinds):
-                before, after = modules[f"{name}.{into}"], modules[f"{name}.{of}"]
-                if before.weight.shape[-2] == after.weight.shape[-1]:
-                    folded.add(f"{name}.{of}")
+    folded = set(folded_into(model, smoothed))
     with quiet_upstream():
         groups, norms = collect_shared_input_modules(model, lambda: dry_run(model), collect_layernorms=True)
     for tensor, group in groups.items():
         if len(group) > 1 and norms is not None and tensor in norms and group[0].name in smoothed - folded:
             folded |= {linear.name for linear in group}
     return smoothed - folded
+
+
+def folded_into(model: nn.Module, smoothed: set[str]) -> dict[str, str]:
+    """Of the layers smoothed by AWQ those whose scale is folded into a linear before, each with that linear's name."""
+    from modelopt.torch.export.quant_utils import PQS_FUSE_MODULE_MAPPING
+
+    modules: dict[str, Any] = dict(model.named_modules())
+    found = {}
+    for name, module in modules.items():
+        for kinds, (into, of) in PQS_FUSE_MODULE_MAPPING:
+            if f"{name}.{of}" in smoothed and any(kind in type(module).__name__ for kind in kinds):
+                before, after = modules[f"{name}.{into}"], modules[f"{name}.{of}"]
+                if before.weight.shape[-2] == after.weight.shape[-1]:
+                    found[f"{name}.{of}"] = f"{name}.{into}"
+    return found
 
 
 def dry_run(model: Any) -> None:

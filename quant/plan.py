@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfbyte.quant.folding import input_shapes, keeps_smoothing, require_smoothable
+from halfbyte.quant.folding import folded_into, input_shapes, keeps_smoothing, require_smoothable
 from halfbyte.quant.layers import (
     SCALAR,
     Layer,
+    keeping,
     layers_of,
     refuse_tied,
     refuse_unreadable,
@@ -130,7 +131,7 @@ def plan_of(model: nn.Module, config: dict[str, Any], keep: Sequence[str] = ()) 
         )
     refuse_tied(model, layers, keep)
     require_fit(layers, keep)
-    layers = _with_smoothing(model, layers, config)
+    layers = _with_smoothing(model, layers, config, keep)
     kv_cache, kv_layers, kv_bytes = _kv_cache(model)
     size += kv_bytes
     for layer in layers:
@@ -145,11 +146,21 @@ def plan_of(model: nn.Module, config: dict[str, Any], keep: Sequence[str] = ()) 
     )
 
 
-def _with_smoothing(model: nn.Module, layers: tuple[Layer, ...], config: dict[str, Any]) -> tuple[Layer, ...]:
+def _with_smoothing(
+    model: nn.Module, layers: tuple[Layer, ...], config: dict[str, Any], keep: Sequence[str]
+) -> tuple[Layer, ...]:
     """The layers as they are after AWQ or SVDQuant: their format, and where a smoothing scale is left to store."""
     rank, chosen = require_smoothable(layers, model, config)
     if not chosen:
         return layers
+    if not rank:
+        quantized = {layer.name for layer in layers if layer.format}
+        changed = {of: into for of, into in folded_into(model, chosen).items() if into not in quantized}
+        for of, into in changed.items():
+            raise UserError(
+                f"{into} would not stay as it is: the smoothing scale of {of} is folded into it",
+                f"keep both: {keeping(layers, changed, keep)}",
+            )
     kept = chosen if rank else keeps_smoothing(model, chosen)
     return tuple(
         replace(layer, format=NVFP4_SVD if rank else NVFP4_AWQ, smoothing=layer.name in kept, rank=rank)

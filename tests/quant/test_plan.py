@@ -240,3 +240,25 @@ def test_an_unknown_class_of_layers_is_refused(tmp_path: Path) -> None:
     entries = [{"quantizer_name": "*", "parent_class": "foo", "enable": False}]
     with pytest.raises(UserError, match="parent_class 'foo' not found"):
         _plan(tmp_path, spec(None, quant_cfg=entries))
+
+
+@pytest.mark.parametrize("preset", ["NVFP4_AWQ_LITE_CFG", "NVFP4_AWQ_FULL_CFG"])
+def test_a_kept_layer_that_smoothing_would_be_folded_into_is_refused(preset: str, tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    keep = ["*.0.mlp.gate_proj", "*.0.mlp.up_proj"]
+    with pytest.raises(UserError, match=r"0\.mlp\.up_proj would not stay .* scale of .*0\.mlp\.down_proj") as caught:
+        _plan(tmp_path, spec(preset, keep=keep))
+    patterns = _hinted(caught)
+    assert patterns == [*keep, "model.layers.0.mlp.down_proj"]
+    assert len(_plan(tmp_path, spec(preset, keep=patterns)).quantized) == 11
+
+
+def test_svdquant_folds_nothing_into_a_kept_layer(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    make_model("llama").save_pretrained(tmp_path / "model")
+    block = spec("NVFP4_SVDQUANT_DEFAULT_CFG", keep=["*.0.mlp.gate_proj", "*.0.mlp.up_proj"])
+    assert len(_plan(tmp_path / "model", block).quantized) == 12
+    both, _, _ = quantize_both(tmp_path / "model", tiny_tokenizer, tmp_path / "out", block, torch.float32, INPUTS)
+    original = make_model("llama").state_dict()
+    for name in ("gate_proj", "up_proj"):
+        stored = both.read_back.model.layers[0].mlp.get_submodule(name).weight
+        assert torch.equal(stored.float(), original[f"model.layers.0.mlp.{name}.weight"].float())
