@@ -7,13 +7,17 @@ from pathlib import Path
 
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
+from halfbyte.records.run import RunFolder
 
 
 def run(args: Namespace) -> int:
     """Prints each check; exit code 1 when one failed."""
     from halfbyte.quant.verify import verify  # torch takes seconds
 
-    checks = verify(Path(args.checkpoint), None if args.source is None else _source(args.source))
+    folder = Path(args.checkpoint)
+    if RunFolder(folder).recipe.is_file() and RunFolder(folder).checkpoint.is_dir():
+        folder = RunFolder(folder).checkpoint  # a run folder stands for the checkpoint in it
+    checks = verify(folder, None if args.source is None else _source(args.source))
     if args.json:
         print(dumps([check.as_dict() for check in checks]), end="")
     else:

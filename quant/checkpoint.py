@@ -111,6 +111,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'} is not a model configuration", "restore it from its source")
+    if config.get("text_config") is not None:
+        _mapping(config["text_config"], folder / "config.json", "text_config")
     return config
 
 
@@ -121,7 +123,8 @@ def quant_format(folder: Path) -> QuantFormat | None:
         UserError: when it declares an algorithm that cannot be read back, or another library quantized it.
     """
     config = read_config(folder)
-    block = _mapping(config.get("quantization_config") or {}, folder / "config.json", "quantization_config")
+    block = config.get("quantization_config")
+    block = {} if block is None else _mapping(block, folder / "config.json", "quantization_config")
     own = folder / "hf_quant_config.json"
     if own.is_file():
         block = _mapping(_mapping(read_json(own), own, "its content").get("quantization"), own, "quantization")
@@ -145,7 +148,7 @@ def quant_format(folder: Path) -> QuantFormat | None:
     return QuantFormat(
         algorithm=algorithm,
         kv_cache=_kv_algorithm(folder, block),
-        exclude=tuple(block.get("exclude_modules") or block.get("ignore") or ()),
+        exclude=_names(folder, block, "exclude_modules", "ignore"),
         layers=layers,
     )
 
@@ -158,7 +161,7 @@ def _normal(algorithm: Any) -> str | None:
 def _other_method(folder: Path, block: dict[str, Any]) -> QuantFormat:
     """What two models declare that were published in low precision: DeepSeek's FP8 and gpt-oss's MXFP4."""
     method = block.get("quant_method")
-    exclude = tuple(block.get("modules_to_not_convert") or block.get("ignored_layers") or ())
+    exclude = _names(folder, block, "modules_to_not_convert", "ignored_layers")
     if method == "mxfp4":
         return QuantFormat(W4A16_MXFP4, exclude=exclude)
     if method == "fp8" and block.get("weight_block_size") == [128, 128]:
@@ -170,6 +173,14 @@ def _mapping(value: Any, path: Path, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: {what} is no mapping", "restore it from its source, or export the model again")
     return value
+
+
+def _names(folder: Path, block: dict[str, Any], *keys: str) -> tuple[str, ...]:
+    """The modules listed under the first of the keys that lists any."""
+    key, found = next(((key, block[key]) for key in keys if block.get(key)), (keys[0], []))
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise UserError(f"{folder}: {key} is no list of names", "restore it from its source, or export the model again")
+    return tuple(found)
 
 
 def _kv_algorithm(folder: Path, block: dict[str, Any]) -> str | None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfbyte.quant.checkpoint import QuantFormat, quant_format, read_config
 from halfbyte.quant.layouts import StoredLayer, is_scale
+from halfbyte.quant.models import Source, empty_model
 from halfbyte.quant.shards import Shards, open_shards
 from halfbyte.quant.survey import Survey, survey
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SHOWN = 5
 
@@ -92,6 +97,19 @@ class Checkpoint:
         """Whether the configuration ties the head to the embeddings."""
         outer = self.config.get("tie_word_embeddings")
         return bool(self.text_config.get("tie_word_embeddings") if outer is None else outer)
+
+    @cached_property
+    def model(self) -> PreTrainedModel | UserError | None:
+        """The model on the meta device, or why transformers refuses it; None where it does not know such a model."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        kind = self.config.get("model_type")
+        if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return None
+        try:
+            return empty_model(Source(str(self.folder), self.folder))[1]
+        except UserError as error:
+            return None if isinstance(error.__cause__, ImportError) else error
 
     def format_of(self, layer: StoredLayer) -> str | None:
         """The format declared for a quantized weight."""

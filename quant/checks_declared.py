@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from fnmatch import translate
 
 from halfbyte.quant.checks import FUSED, Checkpoint, Rule
+from halfbyte.quant.checks_model import head_name
 from halfbyte.quant.layouts import FORMATS, MIXED_PRECISION, fits, is_scale
+from halfbyte.quant.places import renaming
+from halfbyte.records.errors import UserError
 
 # What loaders expect in high precision whatever is declared: packed weights read as these give noise.
 _NEVER = re.compile(r"(norm|layernorm|\bwte\b|\brouter\b|\.gate$|shared_expert_gate$|\bconv1d\b)")
@@ -102,11 +105,15 @@ def _ends(module: str) -> list[int]:
 
 
 def _tied(at: Checkpoint) -> Iterator[str]:
-    heads = [name for name in at.shards if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
+    own = "lm_head.weight"
+    heads = [name for name in at.shards if f".{name}".endswith(".lm_head.weight")]
+    if not heads and at.model is not None and not isinstance(at.model, UserError):
+        own, rename = f"{head_name(at.model)}.weight", renaming(at.model)  # GPT-NeoX's file calls it embed_out
+        heads = [name for name in at.shards if name.endswith(".weight") and rename(name) == own]
     if at.tied:
         yield from (f"{name} is stored, and the configuration ties it to the embeddings" for name in heads)
     elif not heads and "_class_name" not in at.config and at.text_config.get("vocab_size"):
-        yield "lm_head.weight is missing, and the configuration does not tie it to the embeddings"
+        yield f"{own} is missing, and the configuration does not tie it to the embeddings"
 
 
 def _precision_of_fused(at: Checkpoint) -> Iterator[str]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from halfbyte.quant.build import Builder, checked, logical_shape
 from halfbyte.quant.checkpoint import QuantFormat, Tensors, quant_format, read_config
+from halfbyte.quant.checks_model import misfits
 from halfbyte.quant.layouts import StoredLayer, is_kv, is_scale
 from halfbyte.quant.models import Source, empty_model
 from halfbyte.quant.places import hub_names, require_declared
@@ -76,6 +77,9 @@ def dequantize_checkpoint(source: Source, output: Path, dtype: torch.dtype) -> W
         raise UserError(f"{output} exists", "choose another --output, or remove it")
     _, empty = empty_model(source)
     with Tensors(source.folder) as tensors:
+        fault = next(misfits(tensors, declared, empty), None)
+        if fault is not None:
+            raise UserError(f"{source.folder} is damaged: {fault}", "copy it again, whole, or export the model again")
         builder = Builder(tensors, declared, dtype, _CPU)
         plan = dict(_plan(tensors, declared, builder, hub_names(empty)))
         shards = _shards(plan)

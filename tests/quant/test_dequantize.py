@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import damage
+import damage_cases
 import pytest
 import torch
 from published import deepseek, gpt_oss_checkpoint
@@ -211,3 +213,26 @@ def test_values_that_float16_cannot_hold_are_refused_in_quantized_weights_too(
     save_file(tensors | {name: tensors[name] * 1e6}, path, {"format": "pt"})
     with pytest.raises(UserError, match=r"up_proj.weight has values that float16 cannot hold"):
         dequantize_checkpoint(locate(str(tmp_path / "checkpoint")), tmp_path / "out", torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (damage_cases.without_layer(1), "is missing"),
+        (damage.drop("model.norm.weight"), "model.norm.weight is missing"),
+        (damage_cases.add("model.stray.weight", 4), "model.stray.weight belongs to no part"),
+        (damage_cases.add("model.norm.weight", 4), "model.norm.weight has shape"),
+        (
+            damage_cases.reshape("model.layers.1.mlp.up_proj.weight", lambda value: value.T.contiguous()),
+            "up_proj.weight",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
+    harm: damage.Damage, told: str, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    _make(tmp_path / "checkpoint", tiny_tokenizer)
+    harm(tmp_path / "checkpoint")
+    with pytest.raises(UserError, match=told):
+        dequantize_checkpoint(locate(str(tmp_path / "checkpoint")), tmp_path / "out", torch.float32)
+    assert not list(tmp_path.glob("out*"))
