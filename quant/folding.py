@@ -75,15 +75,36 @@ def keeps_smoothing(model: Any, smoothed: set[str]) -> set[str]:
     Args:
         model: The model on the meta device.
         smoothed: Names of the layers.
+
+    Raises:
+        UserError: when a norm that would take a scale is read by a layer that is not smoothed, and would be wrong then.
     """
     from modelopt.torch.export.unified_export_hf import collect_shared_input_modules
 
     folded = set(folded_into(model, smoothed))
-    with quiet_upstream():
-        groups, norms = collect_shared_input_modules(model, lambda: dry_run(model), collect_layernorms=True)
+    readers: dict[torch.Tensor, list[str]] = {}
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, name=name: readers.setdefault(args[0], []).append(name))
+        for name, module in model.named_modules()
+        if hasattr(module, "weight_quantizer")
+    ]
+    try:
+        with quiet_upstream():
+            groups, norms = collect_shared_input_modules(model, lambda: dry_run(model), collect_layernorms=True)
+    finally:
+        for handle in handles:
+            handle.remove()
     for tensor, group in groups.items():
         if len(group) > 1 and norms is not None and tensor in norms and group[0].name in smoothed - folded:
-            folded |= {linear.name for linear in group}
+            names = {linear.name for linear in group}
+            others = [name for name in readers[tensor] if name not in names]
+            if others:
+                raise UserError(
+                    f"{others[0]} is kept and reads the same layer norm as {group[0].name}, whose smoothing scale is"
+                    " folded into that norm",
+                    f"quantize all layers that read it, or keep them all: {', '.join([*readers[tensor]])}",
+                )
+            folded |= names
     return smoothed - folded
 
 

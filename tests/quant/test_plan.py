@@ -262,3 +262,13 @@ def test_svdquant_folds_nothing_into_a_kept_layer(tmp_path: Path, tiny_tokenizer
     for name in ("gate_proj", "up_proj"):
         stored = both.read_back.model.layers[0].mlp.get_submodule(name).weight
         assert torch.equal(stored.float(), original[f"model.layers.0.mlp.{name}.weight"].float())
+
+
+def test_a_kept_layer_that_reads_a_norm_with_a_smoothing_scale_is_refused(tmp_path: Path) -> None:
+    from transformers import CohereConfig, CohereForCausalLM
+
+    CohereForCausalLM(CohereConfig(**SMALL)).save_pretrained(tmp_path)  # attention and MLP read one norm
+    assert len(_plan(tmp_path, spec("NVFP4_AWQ_LITE_CFG")).quantized) == 7
+    with pytest.raises(UserError, match=r"mlp\.gate_proj is kept and reads the same layer norm as .*q_proj"):
+        _plan(tmp_path, spec("NVFP4_AWQ_LITE_CFG", keep=["*.mlp.*"]))
+    assert _plan(tmp_path, spec("NVFP4_SVDQUANT_DEFAULT_CFG", keep=["*.mlp.*"])).quantized
