@@ -150,8 +150,17 @@ def claim(job: Job, run: RunFolder) -> None:
     write_text(run.recipe, resolved_yaml(job.recipe))
 
 
+def has_checkpoint(job: Job, run: RunFolder) -> bool:
+    """Whether the run's folder has a checkpoint of this job; that its files are still the same, produce() sees."""
+    if not (run.manifest.is_file() and run.checkpoint.is_dir()):
+        return False
+    return load_manifest(run.manifest).keys.get("checkpoint") == job.key
+
+
 def require_space(job: Job, run: RunFolder) -> None:
     """Refuses to start when the disk cannot hold the predicted checkpoint, and the weights kept until it is there.
+
+    Of no concern to a run that has_checkpoint().
 
     Raises:
         UserError: with the sizes.
@@ -189,12 +198,10 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
         UserError: for bad calibration data, a full disk, or a calibration that overflows.
     """
     claim(job, run)
-    if run.manifest.is_file() and run.checkpoint.is_dir():
-        known = load_manifest(run.manifest)
-        if known.keys.get("checkpoint") == job.key and known.checkpoint_digest == model_digest(run.checkpoint):
-            ptq.drop_weights(run.calibration)
-            logger.info("checkpoint: done already")
-            return summarize(run.checkpoint, job.recipe.name)
+    if has_checkpoint(job, run) and load_manifest(run.manifest).checkpoint_digest == model_digest(run.checkpoint):
+        ptq.drop_weights(run.calibration)
+        logger.info("checkpoint: done already")
+        return summarize(run.checkpoint, job.recipe.name)
     require_space(job, run)
     spec = job.recipe.quantize.calibration
     own = torch_dtype(job.recipe.model.dtype)

@@ -138,3 +138,13 @@ def test_space_is_asked_for_the_weights_that_are_kept(
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=needed - 1: SimpleNamespace(free=free))
         with pytest.raises(UserError, match="no space for the checkpoint"):
             produce.require_space(what, run)
+
+
+def test_space_is_asked_for_until_the_checkpoint_is_there(job: Any, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    assert not produce.has_checkpoint(job, run)
+    assert "key" not in vars(job)  # a question before the first stage must not read the model
+    produce.require_space(job, run)
+    assert "key" not in vars(job)
+    produce.produce(job, run)
+    assert produce.has_checkpoint(job, run)
