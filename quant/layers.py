@@ -233,10 +233,11 @@ def keeping(layers: Sequence[Layer], names: Iterable[str], keep: Sequence[str] =
     owners = {layer.name: _owner(layer) for layer in layers}
     wanted = {owners[name] for name in names}
     wanted |= {owners[name] for group in _groups(layers) if {owners[n] for n in group} & wanted for name in group}
-    spared = {owners[layer.name] for layer in layers if layer.format} - wanted
+    quantized = dict.fromkeys(owners[layer.name] for layer in layers if layer.format)
+    spared = quantized.keys() - wanted
     exact: dict[str, bool] = {}
     patterns = []
-    for owner in dict.fromkeys(owner for owner in owners.values() if owner in wanted):
+    for owner in (name for name in quantized if name in wanted):
         every = ".".join("*" if part.isdigit() else part for part in owner.split("."))
         if every not in exact:
             exact[every] = not any(fnmatch(other, every) for other in spared)
