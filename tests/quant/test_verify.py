@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tiny import export, spec
 
 from halfbyte.main import main
+from halfbyte.quant.checkpoint import quant_format
 from halfbyte.quant.numerics import nvfp4_quantize, nvfp4_scale_2
 from halfbyte.quant.verify import RULES, SOURCE_RULES, verify
 from halfbyte.records.errors import UserError
@@ -25,7 +26,7 @@ PRESETS = [
     ("nvfp4", None), ("nvfp4", "nvfp4"), ("nvfp4", "fp8_cast"), ("nvfp4_awq_lite", None),
     ("nvfp4_svdquant_default", None), ("nvfp4_four_over_six", None), ("nvfp4_w4a4_weight_mse_fp8_sweep", None),
     ("nvfp4_mlp_only", None), ("w4a16_nvfp4", None), ("w4a8_nvfp4_fp8", None), ("w4a8_mxfp4_fp8", None),
-    ("mxfp4_default", None), ("mxfp8_default", None),
+    ("mxfp4_default", None), ("mxfp8_default", None), ("nvfp4_w4a4_weight_local_hessian", None),
 ]  # fmt: skip
 # ModelOpt smooths no experts.
 EXPERTS = [*PRESETS[:3], PRESETS[4], ("nvfp4", "fp8"), ("nvfp4_experts_only", None), PRESETS[9], *PRESETS[12:16]]
@@ -132,6 +133,64 @@ def test_the_command_compares_with_the_source(good: Path, tmp_path: Path, capsys
     capsys.readouterr()
     assert main(["verify", str(folder), "--source", source, "--quiet"]) == 1
     assert "FAIL  weight error: model.layers.0.mlp.down_proj.weight" in capsys.readouterr().out
+
+
+def test_a_run_folder_stands_for_the_checkpoint_in_it(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "checkpoint")
+    assert main(["verify", str(tmp_path), "--quiet"]) == 2
+    (tmp_path / "recipe.yaml").write_text("name: a\n", encoding="utf-8")
+    damage.drop("model.norm.weight")(tmp_path / "checkpoint")
+    assert main(["verify", str(tmp_path), "--quiet"]) == 1
+
+
+@pytest.mark.parametrize("change", [{"head_dim": 0}, {"vocab_size": None}, {"hidden_act": "foo"}])
+def test_a_configuration_that_transformers_refuses_is_no_unknown_model(
+    change: dict[str, Any], good: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(good, tmp_path / "checkpoint")
+    damage.configure("config.json", **change)(folder)
+    failed = {check.name: check.faults for check in verify(folder) if not check.passed}
+    assert "transformers cannot open" in failed["model"][0]
+    damage.configure("config.json", model_type="halfbyte-unknown")(folder)
+    assert "model" not in {check.name for check in verify(folder) if not check.passed}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_may_have_another_name_than_lm_head(tied: bool, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    from stored import write
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    write(
+        GPTNeoXForCausalLM(GPTNeoXConfig(**shape, vocab_size=384, tie_word_embeddings=tied)).to(torch.bfloat16),
+        tmp_path / "checkpoint",
+        lambda name: "NVFP4" if ".layers." in f".{name}" and "norm" not in name else None,
+        own_file={"quant_algo": "NVFP4", "exclude_modules": ["embed_out"]},
+        tokenizer=tiny_tokenizer,
+    )
+    checks = {check.name: check.faults for check in verify(tmp_path / "checkpoint")}
+    assert checks["tied"] == checks["model"] == []
+    if not tied:
+        damage.drop("embed_out.weight")(tmp_path / "checkpoint")
+        checks = {check.name: check.faults for check in verify(tmp_path / "checkpoint")}
+        assert checks["tied"][0].startswith("lm_head.weight is missing")
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "told"),
+    [
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4", "exclude_modules": [1]}}, "exclude_modules"),
+        ("config.json", {"quantization_config": []}, "quantization_config is no mapping"),
+        ("config.json", {"text_config": 3}, "text_config is no mapping"),
+    ],
+)
+def test_a_declaration_of_another_type_is_refused(
+    file: str, change: dict[str, Any], told: str, good: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(good, tmp_path / "checkpoint")
+    damage.configure(file, **change)(folder)
+    with pytest.raises(UserError, match=told):
+        quant_format(folder)
 
 
 @pytest.mark.parametrize("source", ["source", "nowhere"])
