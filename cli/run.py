@@ -95,7 +95,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         if args.force:
             produce.require_own_folder(job, folder, force=True)
         produce.claim(job, folder)
-        if not folder.checkpoint.is_dir():
+        if not produce.has_checkpoint(job, folder):
             produce.require_space(job, folder)  # before hours of baseline, and not after them
         _say(args, recipe, "plan", f"{job.source.name} on {job.device}\n{job.plan}")
         baseline = Side(job.source.digest, job.device.type, job.dtype, job.open_baseline)
