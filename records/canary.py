@@ -7,8 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from halfbyte.records.errors import UserError
-from halfbyte.records.files import read_json, write_json
+from halfbyte.records.files import read_as, write_json
 from halfbyte.records.record import ModelSummary
 
 CANARY_FILE = "canary.json"
@@ -60,7 +59,4 @@ def load_canary(folder: Path) -> CanaryRecord:
     Raises:
         UserError: when there is none, or it is of another version.
     """
-    try:
-        return CanaryRecord.model_validate(read_json(folder / CANARY_FILE))
-    except ValueError as error:
-        raise UserError(f"{folder / CANARY_FILE} is not a canary's record of this version: {error}") from None
+    return read_as(folder / CANARY_FILE, CanaryRecord, "a canary's record of this version")

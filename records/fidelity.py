@@ -7,8 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from halfbyte.records.errors import UserError
-from halfbyte.records.files import read_json, write_json
+from halfbyte.records.files import read_as, write_json
 from halfbyte.records.record import ModelSummary
 
 FIDELITY_FILE = "fidelity.json"
@@ -69,7 +68,4 @@ def load_fidelity(folder: Path) -> FidelityRecord:
     Raises:
         UserError: when there is none, or it is of another version.
     """
-    try:
-        return FidelityRecord.model_validate(read_json(folder / FIDELITY_FILE))
-    except ValueError as error:
-        raise UserError(f"{folder / FIDELITY_FILE} is not a fidelity record of this version: {error}") from None
+    return read_as(folder / FIDELITY_FILE, FidelityRecord, "a fidelity record of this version")

@@ -9,9 +9,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from halfbyte.records.errors import UserError, disk_full_is_a_user_error
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+T = TypeVar("T", bound="BaseModel")
 
 PARTIAL = ".partial"
 
@@ -82,6 +87,25 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is a folder, not a file") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}", "restore it or delete it to have it made again") from None
+
+
+def read_as(path: Path, model: type[T], what: str, hint: str | None = None) -> T:
+    """Reads a JSON file as one of this project's records.
+
+    Args:
+        path: The file.
+        model: Its pydantic model.
+        what: What it should be, for the message.
+        hint: What to do where it is none.
+
+    Raises:
+        UserError: when it is missing, no JSON, or of another version.
+    """
+    content = read_json(path)
+    try:
+        return model.model_validate(content)
+    except ValueError as error:
+        raise UserError(f"{path} is not {what}: {error}", hint) from None
 
 
 @contextmanager

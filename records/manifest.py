@@ -13,8 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from halfbyte.records.errors import UserError
-from halfbyte.records.files import read_json, write_json
+from halfbyte.records.files import read_as, write_json
 
 PACKAGES = ("halfbyte", "torch", "nvidia-modelopt", "transformers", "lm-eval", "datasets", "diffusers", "accelerate")
 
@@ -110,7 +109,4 @@ def load_manifest(path: Path) -> Manifest:
     Raises:
         UserError: when it is missing, or no manifest of this version.
     """
-    try:
-        return Manifest.model_validate(read_json(path))
-    except ValueError as error:
-        raise UserError(f"{path} is not a manifest of this version of halfbyte: {error}") from None
+    return read_as(path, Manifest, "a manifest of this version of halfbyte")

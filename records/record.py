@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from halfbyte.records.errors import UserError
-from halfbyte.records.files import read_json, write_json
+from halfbyte.records.files import read_as, write_json
 
 RECORD_FILE = "record.json"
 
@@ -165,13 +165,9 @@ def load_record(folder: Path) -> EvaluationRecord:
     Raises:
         UserError: when there is none, or it is of another version.
     """
-    content = read_json(folder / RECORD_FILE)
-    try:
-        return EvaluationRecord.model_validate(content)
-    except ValueError as error:
-        raise UserError(
-            f"{folder / RECORD_FILE} is not a record of this version of halfbyte: {error}", "evaluate again"
-        ) from None
+    return read_as(
+        folder / RECORD_FILE, EvaluationRecord, "a record of this version of halfbyte", hint="evaluate again"
+    )
 
 
 def find_records(folder: Path) -> dict[str, Path]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from halfbyte.records.errors import UserError
-from halfbyte.records.files import read_json
+from halfbyte.records.files import read_as
 from halfbyte.records.record import Fingerprint, Health, ModelSummary
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.statistics import Interval, PairedLoss
@@ -148,8 +147,5 @@ def load_comparisons(folder: Path) -> list[Comparison]:
     Raises:
         UserError: when it is missing, or of another version.
     """
-    path = folder / COMPARISON_FILE
-    try:
-        return ComparisonFile.model_validate(read_json(path)).comparisons
-    except ValidationError as error:
-        raise UserError(f"{path} is not a comparison of this version of halfbyte: {error}", "compare again") from None
+    what = "a comparison of this version of halfbyte"
+    return read_as(folder / COMPARISON_FILE, ComparisonFile, what, hint="compare again").comparisons
