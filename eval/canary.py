@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from halfbyte.eval.fidelity import kl_divergence
 from halfbyte.recipes.schema import CanarySpec
 from halfbyte.records.canary import CanaryRecord, CanaryRow
 from halfbyte.records.files import write_bytes
@@ -143,9 +144,7 @@ def _compare(log_p: Tensor, log_q: Tensor) -> tuple[bool, float | None]:
     finite = not bool(torch.isnan(log_q).any() or (log_q == math.inf).any())
     if not finite or log_p.shape != log_q.shape:
         return finite, None
-    p = log_p.exp()
-    # A token that both models rule out (-inf) adds nothing; -inf - -inf would be NaN.
-    kl = float(torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1, dtype=torch.float64).mean())
+    kl = float(kl_divergence(log_p, log_q).mean())
     return finite, kl if math.isfinite(kl) else None
 
 

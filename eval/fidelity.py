@@ -130,9 +130,7 @@ def compare_window(baseline_model: Any, candidate_model: Any, ids: list[int]) ->
             part = slice(first, min(first + SLICE, len(ids) - 1))
             log_p = ours[part].float().log_softmax(-1)
             log_q = theirs[part].to(ours.device).float().log_softmax(-1)
-            p = log_p.exp()
-            # A token that both models rule out (logit -inf) adds nothing; -inf - -inf would be NaN.
-            kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1, dtype=torch.float64).sum()
+            kl = kl_divergence(log_p, log_q).sum()
             wanted = targets[part].unsqueeze(-1)
             nll = [-log.gather(-1, wanted).sum(dtype=torch.float64) for log in (log_p, log_q)]
             totals += torch.stack([kl, *nll]).cpu()
@@ -146,6 +144,13 @@ def compare_window(baseline_model: Any, candidate_model: Any, ids: list[int]) ->
         )
     kl_sum, baseline_nll, candidate_nll = totals.tolist()
     return Window(tokens=len(ids) - 1, kl=kl_sum, agree=agree, baseline_nll=baseline_nll, candidate_nll=candidate_nll)
+
+
+def kl_divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) in nats at each position, float64: log-probabilities [..., vocabulary] to [...]."""
+    p = log_p.exp()
+    # A token that both models rule out (-inf) adds nothing; -inf - -inf would be NaN.
+    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1, dtype=torch.float64)
 
 
 def _logits(model: Any, ids: list[int]) -> torch.Tensor:
