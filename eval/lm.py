@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class JournaledLM(LM):
         encoded = encode_pairs(self.inner, [request.args for request in requests])
         self._refuse_cut_answers(encoded)
         cut = [_cut(request, self.max_length) for request in encoded]
-        self._count(encoded, [self.max_length + 1] * len(encoded))
+        self._count(self._seen(encoded, self.max_length + 1))
         answers = self._score("loglikelihood", requests, cut)
         self._refuse_nonsense([value for value, _ in answers])
         return answers
@@ -118,7 +118,7 @@ class JournaledLM(LM):
         """Log-likelihood (nats) of each whole document, in windows of max_length."""
         documents = encode_documents(self.inner, [request.args[0] for request in requests])
         windows = [window for document in documents for window in document]
-        self._count(windows, [None] * len(windows))
+        self._count(self._seen(windows, None))
         scores = iter(self._score("loglikelihood_rolling", requests, windows))
         answers = [math.fsum(next(scores)[0] for _ in document) for document in documents]
         self._refuse_nonsense(answers)
@@ -143,9 +143,7 @@ class JournaledLM(LM):
         settings = [json.dumps(request.args[1], sort_keys=True, default=str) for request in requests]
         room = {text: self._room(request.args[1]) for text, request in zip(settings, requests, strict=True)}
         prompts = encode_contexts(self.inner, [request.args[0] for request in requests], settings)
-        self.counts.tokens += sum(prompt.length for prompt in prompts)
-        self.counts.bos.update(prompt.bos for prompt in prompts)
-        self.counts.truncated += sum(prompt.length > room[text] for prompt, text in zip(prompts, settings, strict=True))
+        self._count((prompt.length, prompt.bos, room[prompt.group]) for prompt in prompts)
         batches = plan_generation(prompts, self.inner.batch_size)
 
         def answer(index: int) -> list[Any]:
@@ -167,13 +165,17 @@ class JournaledLM(LM):
             )
         return int(self.inner.max_length) - most
 
-    def _count(self, encoded: Sequence[Request], room: Sequence[int | None]) -> None:
-        bos = self.tokenizer.bos_token_id
-        for request, most in zip(encoded, room, strict=True):
+    def _seen(self, encoded: Sequence[Request], room: int | None) -> Iterator[tuple[int, int, int | None]]:
+        for request in encoded:
             length = len(request.context) + len(request.continuation)
+            yield length, bos_count(request.context, self.tokenizer.bos_token_id), room
+
+    def _count(self, seen: Iterable[tuple[int, int, int | None]]) -> None:
+        """Of each prompt: its tokens, the BOS tokens at its head, and the most tokens it may have."""
+        for length, bos, room in seen:
             self.counts.tokens += length
-            self.counts.truncated += most is not None and length > most
-            self.counts.bos.add(bos_count(request.context, bos))
+            self.counts.bos.add(bos)
+            self.counts.truncated += room is not None and length > room
 
     def _refuse_cut_answers(self, encoded: Sequence[Request]) -> None:
         """A prompt may be cut from the left, the continuation that is scored may not."""

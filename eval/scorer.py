@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,11 +37,15 @@ class PrefixScorer:
     def __init__(self, model: Any, *, budget: int | None = None) -> None:
         self.model = model
         self.budget = budget or BUDGETS[model.device.type]
-        self.shares = _shares_exactly(model)
         self._window = attention_window(model.config)
         self._prefix: tuple[tuple[int, ...], Any] | None = None
         self._most: int | None = None
         """Tokens, cached ones included, that have fitted into memory since it was too little once."""
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether prompts may be shared, tried at the first plan: what only generates never asks."""
+        return _shares_exactly(self.model)
 
     def plan(self, requests: list[Request]) -> list[Batch]:
         """Fixed batches of the requests; each is one call of `score`.
@@ -86,16 +91,12 @@ class PrefixScorer:
     def _forward(
         self, requests: list[Request], prefix: int, rows: list[Row]
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        width = max(row.length for row in rows) - prefix
-        ids = torch.zeros(len(rows), width, dtype=torch.long)  # the padding is on the right, where nothing sees it
-        for at, row in enumerate(rows):
-            tokens = [*row.context[prefix:], *(token for branch in row.branches for token in branch)]
-            ids[at, : len(tokens)] = torch.tensor(tokens)
+        ids = _padded(rows, prefix)
         options: dict[str, Any] = {"use_cache": False}
         if prefix:
             options = {"use_cache": True, "past_key_values": self._cache(rows[0].context[:prefix], len(rows))}
         if any(len(row.branches) > 1 for row in rows):
-            options |= self._branched(rows, prefix, width)
+            options |= _branched(self.model, rows, prefix, ids.shape[1])
         spots = [(at, spot - prefix) for at, row in enumerate(rows) for spots in row.spots for spot in spots]
         targets = [token for row in rows for member in row.members for token in requests[member].continuation]
         log_probs, greedy = self._at(ids, options, spots, targets)
@@ -127,40 +128,58 @@ class PrefixScorer:
 
     def _cache(self, prefix: tuple[int, ...], rows: int) -> Any:
         """The prefix's keys and values for each row: views, which a forward pass copies and does not change."""
-        from transformers import DynamicCache
-
         if self._prefix is None or self._prefix[0] != prefix:
             self._prefix = None  # freed before the next one is made
-            cache: Any = DynamicCache(config=self.model.config)
-            ids = torch.tensor([prefix], device=self.model.device)
-            self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            self._prefix = prefix, cache
-        cache = copy.copy(self._prefix[1])
-        cache.layers = [copy.copy(layer) for layer in cache.layers]
-        for layer in cache.layers:
-            layer.keys = layer.keys.expand(rows, -1, -1, -1)
-            layer.values = layer.values.expand(rows, -1, -1, -1)
-        return cache
+            self._prefix = prefix, _cached(self.model, prefix)
+        return _for_rows(self._prefix[1], rows)
 
-    def _branched(self, rows: list[Row], prefix: int, width: int) -> dict[str, Tensor]:
-        """Positions and mask under which each branch follows the context and sees no other branch."""
-        device, dtype = self.model.device, self.model.dtype
-        positions = torch.zeros(len(rows), width, dtype=torch.long)  # 0 for padding: any that the model has
-        owner = torch.zeros(len(rows), width, dtype=torch.long)  # 0: the context; else the number of the branch
-        for at, row in enumerate(rows):
-            start = len(row.context) - prefix
-            positions[at, :start] = torch.arange(prefix, len(row.context))
-            for number, branch in enumerate(row.branches, start=1):
-                span = slice(start, start + len(branch))
-                owner[at, span] = number
-                positions[at, span] = len(row.context) + torch.arange(len(branch))
-                start = span.stop
-        owner = owner.to(device)
-        seen = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])
-        seen &= torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        seen = torch.nn.functional.pad(seen, (prefix, 0), value=True)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
-        return {"position_ids": positions.to(device), "attention_mask": mask[:, None]}
+
+def _padded(rows: list[Row], prefix: int) -> Tensor:
+    """The tokens of rows behind their prefix, int64 [rows, width]; padding is on the right, where nothing sees it."""
+    behind = [[*row.context[prefix:], *(token for branch in row.branches for token in branch)] for row in rows]
+    width = max(map(len, behind))
+    return torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in behind])
+
+
+def _cached(model: Any, prefix: tuple[int, ...]) -> Any:
+    """The keys and values of a prefix."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    ids = torch.tensor([prefix], device=model.device)
+    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def _for_rows(cache: Any, rows: int) -> Any:
+    """A cache of one row as one of several: views, which a forward pass copies and does not change."""
+    cache = copy.copy(cache)
+    cache.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in cache.layers:
+        layer.keys = layer.keys.expand(rows, -1, -1, -1)
+        layer.values = layer.values.expand(rows, -1, -1, -1)
+    return cache
+
+
+def _branched(model: Any, rows: list[Row], prefix: int, width: int) -> dict[str, Tensor]:
+    """Positions and mask under which each branch follows the context and sees no other branch."""
+    device, dtype = model.device, model.dtype
+    positions = torch.zeros(len(rows), width, dtype=torch.long)  # 0 for padding: any that the model has
+    owner = torch.zeros(len(rows), width, dtype=torch.long)  # 0: the context; else the number of the branch
+    for at, row in enumerate(rows):
+        start = len(row.context) - prefix
+        positions[at, :start] = torch.arange(prefix, len(row.context))
+        for number, branch in enumerate(row.branches, start=1):
+            span = slice(start, start + len(branch))
+            owner[at, span] = number
+            positions[at, span] = len(row.context) + torch.arange(len(branch))
+            start = span.stop
+    owner = owner.to(device)
+    seen = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])
+    seen &= torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    seen = torch.nn.functional.pad(seen, (prefix, 0), value=True)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
+    return {"position_ids": positions.to(device), "attention_mask": mask[:, None]}
 
 
 @contextmanager
@@ -249,19 +268,13 @@ def _try_sharing(model: Any, seed: int) -> str | None:
         Row((*prefix, *tokens[1]), [tuple(tokens[2]), tuple(tokens[3])]),
         Row((*prefix, *tokens[4], *tokens[5]), [tuple(tokens[6][: size // 2 + 1]), tuple(tokens[7][: size // 2])]),
     ]
-    scorer = PrefixScorer.__new__(PrefixScorer)
-    scorer.model, scorer._prefix = model, None
-    width = max(row.length for row in rows) - size
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    for at, row in enumerate(rows):
-        behind = [*row.context[size:], *(token for branch in row.branches for token in branch)]
-        ids[at, : len(behind)] = torch.tensor(behind)
+    ids = _padded(rows, size).to(model.device)
     try:
-        cache = scorer._cache(prefix, len(rows))
+        cache = _for_rows(_cached(model, prefix), len(rows))
         if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
             return f"{type(model).__name__} caches more than keys and values"
-        options = scorer._branched(rows, size, width)
-        together = model(ids.to(model.device), past_key_values=cache, use_cache=True, **options).logits.float()
+        options = _branched(model, rows, size, ids.shape[1])
+        together = model(ids, past_key_values=cache, use_cache=True, **options).logits.float()
         for row, logits in zip(rows, together, strict=True):
             end = len(row.context) - size - 1
             for branch in row.branches:

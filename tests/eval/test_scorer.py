@@ -218,6 +218,7 @@ def test_one_row_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 def test_logits_are_computed_where_they_are_read_alone() -> None:
     model, requests = make_model("llama").float(), few_shot()
     scorer = PrefixScorer(model, budget=4096)
+    assert scorer.shares  # tried before anything is counted
     rows: list[int] = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, out: rows.append(out[..., 0].numel()))
     scored(scorer, requests)
