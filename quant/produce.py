@@ -241,7 +241,7 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
         unstable = ptq.settle(model, own)
     with _timed(seconds, "publish"):
         with atomic_folder(run.checkpoint) as partial, _timed(seconds, "export"):
-            ptq.write(model, tokenizer, partial, own, unstable)
+            ptq.export(model, tokenizer, partial, own, unstable)
         checkpoint_digest = model_digest(run.checkpoint)
     seconds["publish"] = round(seconds["publish"] - seconds["export"], 3)  # to the disk, renamed, read and hashed
     Manifest(

@@ -256,30 +256,15 @@ def export(
 ) -> None:
     """Writes the settled model in ModelOpt's unified Hugging Face layout, with tokenizer and generation config.
 
-    The folder appears whole or not at all. The model is packed in place and of no further use.
+    The model is packed in place and of no further use. That `folder` appears whole or not at all, its caller sees to.
 
     Args:
         model: After settle() with the same `dtype`.
         tokenizer: Saved beside the weights, with its chat template.
-        folder: The run's checkpoint/ folder.
+        folder: Where the checkpoint is written.
         dtype: Type of what stays unquantized.
         unstable: What settle() gave.
-
-    Raises:
-        UserError: when the disk is full.
     """
-    with atomic_folder(folder) as partial:
-        write(model, tokenizer, partial, dtype, unstable)
-
-
-def write(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    dtype: torch.dtype,
-    unstable: Sequence[Unstable],
-) -> None:
-    """What export() does, into a folder that its caller made and will make durable."""
     from modelopt.torch.export import export_hf_checkpoint
 
     weight_only = _is_mxfp4_weight_only(model)

@@ -12,7 +12,6 @@ from halfbyte.quant.numerics import (
     E4M3_MAX,
     FP8_BLOCK,
     e2m1_round,
-    e4m3_round,
     fp8_dequantize,
     fp8_quantize,
     mxfp4_dequantize,
@@ -125,7 +124,7 @@ def _rounding(weight: Weight) -> Callable[[Tensor, slice], Tensor]:
 
         def by_squares(x: Tensor, rows: slice) -> Tensor:
             scale = _squares(squares[rows.start // FP8_BLOCK : -(-rows.stop // FP8_BLOCK)], x.shape)
-            return (e4m3_round(x.float() / scale).float() * scale).to(x.dtype)
+            return fp8_dequantize(fp8_quantize(x, scale), x.dtype)
 
         return by_squares
     scale_2 = get_weight_scaling_factor_2(layer)
