@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -88,7 +89,7 @@ def dequantize_checkpoint(source: Source, output: Path, dtype: torch.dtype) -> W
             _write_config(source.folder, partial, dtype)
             _copy_companions(source.folder, partial)
     size = sum(plain.bytes for plain in plan.values())
-    return Written(output, str(dtype).removeprefix("torch."), len(plan), len(shards), size)
+    return Written(output, str(dtype).removeprefix("torch."), len(plan), len(shards.filename_to_tensors), size)
 
 
 def _plan(
@@ -154,35 +155,28 @@ def _kept(tensors: Tensors, name: str, dtype: torch.dtype) -> _Plain:
     return _Plain(shape, kept, read, math.prod(shape) * (kept.itemsize if kept else tensors[name].dtype.itemsize))
 
 
-def _shards(plan: dict[str, _Plain]) -> dict[str, list[str]]:
-    """File names, and which tensors go into each, in order, as transformers names and fills them."""
-    groups: list[list[str]] = [[]]
-    room = SHARD_BYTES
-    for name, plain in plan.items():
-        if plain.bytes > room and groups[-1]:
-            groups.append([])
-            room = SHARD_BYTES
-        groups[-1].append(name)
-        room -= plain.bytes
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+def _shards(plan: dict[str, _Plain]) -> StateDictSplit:
+    """Which tensors go into which file, as transformers names and fills them."""
+    return split_state_dict_into_shards_factory(
+        plan,
+        get_storage_size=lambda plain: plain.bytes,
+        get_storage_id=lambda _: None,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )
 
 
-def _write(folder: Path, plan: dict[str, _Plain], shards: dict[str, list[str]]) -> None:
+def _write(folder: Path, plan: dict[str, _Plain], shards: StateDictSplit) -> None:
     with progress_bar(total=len(plan), desc="dequantizing", unit=" tensors") as bar:
-        for file, names in shards.items():
+        for file, names in shards.filename_to_tensors.items():
             content = {}
             for name in names:
                 content[name] = plan[name].read().contiguous()
                 bar.update()
             save_file(content, folder / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        size = sum(plain.bytes for plain in plan.values())
-        weight_map = {name: file for file, names in shards.items() for name in names}
-        write_json(
-            folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
-        )
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:
