@@ -15,8 +15,7 @@ import pytest
 import torch
 from published import deepseek, gpt_oss_checkpoint
 from safetensors.torch import load_file, save_file
-from stored import STORE, open_plain, without_rounding, write
-from tiny import make_model
+from stored import STORE, logits_of, open_plain, without_rounding, write, write_all
 
 from halfbyte.main import main
 from halfbyte.quant import dequantize
@@ -27,27 +26,6 @@ from halfbyte.quant.models import locate
 from halfbyte.recipes.schema import ModelSpec
 from halfbyte.records.errors import UserError
 
-IDS = torch.randint(0, 384, (2, 30), generator=torch.Generator().manual_seed(3))
-
-
-def _logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS).logits  # type: ignore[no-any-return]
-
-
-def _make(folder: Path, tokenizer: Any, declared: str = "NVFP4", family: str = "llama", **more: Any) -> Path:
-    keep = ("embed", "norm", "lm_head", "gate.", "router")
-    in_config = {"quant_method": "fp8", "weight_block_size": [128, 128]} if declared == "FP8_BLOCK" else None
-    return write(
-        make_model(family),
-        folder,
-        lambda name: None if any(part in f"{name}." for part in keep) else declared,
-        own_file=None if in_config else {"quant_algo": declared, "exclude_modules": ["lm_head"]},
-        in_config=in_config,
-        tokenizer=tokenizer,
-        **more,
-    )
-
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("declared", sorted(STORE))
@@ -56,14 +34,14 @@ def test_values_are_written_that_transformers_alone_opens(
 ) -> None:
     if family == "mixtral" and declared == "NVFP4_SVD":
         pytest.skip("ModelOpt has no low-rank branch for stacked experts")
-    plain = _make(tmp_path / "checkpoint", tiny_tokenizer, declared, family)
+    plain = write_all(tmp_path / "checkpoint", declared, family, tokenizer=tiny_tokenizer)
     written = dequantize_checkpoint(locate(str(tmp_path / "checkpoint")), tmp_path / "out", torch.float32)
     found, expected = load_file(tmp_path / "out" / "model.safetensors"), load_file(plain / "model.safetensors")
     assert set(found) == set(expected)
     assert written.tensors == len(found)
     for name, values in expected.items():
         assert torch.equal(found[name].float(), values), name
-    assert torch.equal(_logits(open_plain(tmp_path / "out")), _logits(open_plain(plain)))
+    assert torch.equal(logits_of(open_plain(tmp_path / "out")), logits_of(open_plain(plain)))
 
 
 def test_gpt_oss_and_deepseek_are_written_as_transformers_names_them(tmp_path: Path, tiny_tokenizer: Any) -> None:
@@ -76,12 +54,12 @@ def test_gpt_oss_and_deepseek_are_written_as_transformers_names_them(tmp_path: P
     )
     for name, plain in (("gpt-oss", gpt_oss), ("deepseek", r1)):
         dequantize_checkpoint(locate(str(tmp_path / name)), tmp_path / f"{name}.out", torch.float32)
-        assert torch.equal(_logits(open_plain(tmp_path / f"{name}.out")), _logits(open_plain(plain)))
+        assert torch.equal(logits_of(open_plain(tmp_path / f"{name}.out")), logits_of(open_plain(plain)))
 
 
 def test_everything_else_comes_along_and_the_quantization_is_gone(tmp_path: Path, tiny_tokenizer: Any) -> None:
     scales = {f"model.layers.{i}.self_attn.{s}_proj.{s}_scale": torch.ones(()) for i in (0, 1) for s in "kv"}
-    _make(tmp_path / "checkpoint", tiny_tokenizer, more=scales)
+    write_all(tmp_path / "checkpoint", "NVFP4", tokenizer=tiny_tokenizer, more=scales)
     own = tmp_path / "checkpoint" / "hf_quant_config.json"
     own.write_text(own.read_text().replace('"quant_algo"', '"kv_cache_quant_algo": "FP8", "quant_algo"'))
     (tmp_path / "checkpoint" / "LICENSE").write_text("free")
@@ -96,7 +74,7 @@ def test_everything_else_comes_along_and_the_quantization_is_gone(tmp_path: Path
     assert "quantization_config" not in config
     found = load(ModelSpec(id=str(tmp_path / "out")), dtype="bfloat16", device="cpu")
     packed = without_rounding(load(ModelSpec(id=str(tmp_path / "checkpoint")), dtype="bfloat16", device="cpu").model)
-    assert torch.equal(_logits(found.model), _logits(packed))
+    assert torch.equal(logits_of(found.model), logits_of(packed))
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert "lm_head.weight" not in stored  # tied to the embeddings, and stays so
     assert {str(tensor.dtype) for tensor in stored.values()} == {"torch.bfloat16"}
@@ -105,7 +83,7 @@ def test_everything_else_comes_along_and_the_quantization_is_gone(tmp_path: Path
 def test_shards_hold_what_fits_and_the_index_lists_them(
     tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = _make(tmp_path / "checkpoint", tiny_tokenizer, shards=3)
+    plain = write_all(tmp_path / "checkpoint", "NVFP4", tokenizer=tiny_tokenizer, shards=3)
     monkeypatch.setattr(dequantize, "SHARD_BYTES", 60_000)
     written = dequantize_checkpoint(locate(str(tmp_path / "checkpoint")), tmp_path / "out", torch.float32)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -116,7 +94,7 @@ def test_shards_hold_what_fits_and_the_index_lists_them(
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         assert size <= 60_000 or len(tensors) == 1
         assert all(index["weight_map"][name] == file for name in tensors)
-    assert torch.equal(_logits(open_plain(tmp_path / "out")), _logits(open_plain(plain)))
+    assert torch.equal(logits_of(open_plain(tmp_path / "out")), logits_of(open_plain(plain)))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the system does not tell a process's memory")
@@ -150,7 +128,7 @@ def test_memory_is_bounded_by_a_shard(tmp_path: Path, tiny_tokenizer: Any, monke
 def test_a_killed_attempt_leaves_nothing_under_the_final_name_and_is_started_anew(
     tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
-    plain = _make(tmp_path / "checkpoint", tiny_tokenizer)
+    plain = write_all(tmp_path / "checkpoint", "NVFP4", tokenizer=tiny_tokenizer)
     code = f"""
 import time
 from halfbyte.quant import dequantize
@@ -170,13 +148,13 @@ main(["dequantize", {str(tmp_path / "checkpoint")!r}, "--output", {str(tmp_path 
     assert (tmp_path / "out.partial" / "model.safetensors").is_file()
     dequantize_checkpoint(locate(str(tmp_path / "checkpoint")), tmp_path / "out", torch.float32)
     assert not (tmp_path / "out.partial").exists()
-    assert torch.equal(_logits(open_plain(tmp_path / "out")), _logits(open_plain(plain)))
+    assert torch.equal(logits_of(open_plain(tmp_path / "out")), logits_of(open_plain(plain)))
 
 
 def test_the_command_says_what_it_wrote(
     tmp_path: Path, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _make(tmp_path / "checkpoint", tiny_tokenizer)
+    write_all(tmp_path / "checkpoint", "NVFP4", tokenizer=tiny_tokenizer)
     arguments = ["dequantize", str(tmp_path / "checkpoint"), "--quiet", "--output"]
     assert main([*arguments, str(tmp_path / "out"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -191,7 +169,7 @@ def test_the_command_says_what_it_wrote(
 def test_what_cannot_be_dequantized_is_refused(tmp_path: Path, tiny_tokenizer: Any, tiny_model_folder: Path) -> None:
     with pytest.raises(UserError, match="is not quantized"):
         dequantize_checkpoint(locate(str(tiny_model_folder)), tmp_path / "out", torch.bfloat16)
-    _make(tmp_path / "checkpoint", tiny_tokenizer)
+    write_all(tmp_path / "checkpoint", "NVFP4", tokenizer=tiny_tokenizer)
     path = tmp_path / "checkpoint" / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * 1e6}, path, {"format": "pt"})
@@ -206,7 +184,7 @@ def test_what_cannot_be_dequantized_is_refused(tmp_path: Path, tiny_tokenizer: A
 def test_values_that_float16_cannot_hold_are_refused_in_quantized_weights_too(
     tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
-    _make(tmp_path / "checkpoint", tiny_tokenizer)
+    write_all(tmp_path / "checkpoint", "NVFP4", tokenizer=tiny_tokenizer)
     path = tmp_path / "checkpoint" / "model.safetensors"
     tensors = load_file(path)
     name = "model.layers.0.mlp.up_proj.weight_scale_2"
@@ -231,7 +209,7 @@ def test_values_that_float16_cannot_hold_are_refused_in_quantized_weights_too(
 def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
     harm: damage.Damage, told: str, tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
-    _make(tmp_path / "checkpoint", tiny_tokenizer)
+    write_all(tmp_path / "checkpoint", "NVFP4", tokenizer=tiny_tokenizer)
     harm(tmp_path / "checkpoint")
     with pytest.raises(UserError, match=told):
         dequantize_checkpoint(locate(str(tmp_path / "checkpoint")), tmp_path / "out", torch.float32)

@@ -8,41 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from stored import STORE, open_plain, without_rounding, write
-from tiny import CPU, make_model
+from stored import STORE, logits_of, open_plain, without_rounding, write_all
+from tiny import CPU
 
 from halfbyte.quant.checkpoint import quant_format
 from halfbyte.quant.load import Weights, open_exported
 from halfbyte.quant.models import locate
 from halfbyte.quant.packed import ExpertStack, Packed, QuantizedLinear
 
-IDS = torch.randint(0, 384, (2, 30), generator=torch.Generator().manual_seed(3))
-
-
-def _make(folder: Path, declared: str, family: str = "llama", **more: Any) -> Path:
-    keep = ("embed", "norm", "lm_head", "gate.", "router")
-    in_config = None
-    if declared == "FP8_BLOCK":
-        in_config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    return write(
-        make_model(family),
-        folder,
-        lambda name: None if any(part in f"{name}." for part in keep) else declared,
-        own_file=None if in_config else {"quant_algo": declared, "exclude_modules": ["lm_head"]},
-        in_config=in_config,
-        **more,
-    )
-
 
 def _open(folder: Path, weights: Weights, dtype: torch.dtype = torch.float32) -> Any:
     declared = quant_format(folder)
     assert declared is not None
     return open_exported(locate(str(folder)), declared, dtype=dtype, device=CPU, weights=weights)
-
-
-def _logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS).logits  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -53,9 +31,9 @@ def test_packed_and_folded_answer_alike_bit_for_bit(
 ) -> None:
     if family == "mixtral" and declared == "NVFP4_SVD":
         pytest.skip("ModelOpt has no low-rank branch for stacked experts")
-    _make(tmp_path / "checkpoint", declared, family)
+    write_all(tmp_path / "checkpoint", declared, family)
     packed, folded = _open(tmp_path / "checkpoint", "packed", dtype), _open(tmp_path / "checkpoint", "folded", dtype)
-    assert torch.equal(_logits(packed), _logits(folded))
+    assert torch.equal(logits_of(packed), logits_of(folded))
     assert any(isinstance(module, Packed) for module in packed.modules())
     assert not any(isinstance(module, Packed) for module in folded.modules())
 
@@ -66,31 +44,31 @@ def test_weights_have_the_values_their_codes_stand_for(declared: str, family: st
     """The reference is a plain checkpoint of those values in float32, opened by transformers alone."""
     if declared in ("NVFP4_AWQ", "NVFP4_SVD"):
         pytest.skip("their values are spread over weight, factors and branch: see the next test")
-    plain = _make(tmp_path / "checkpoint", declared, family)
+    plain = write_all(tmp_path / "checkpoint", declared, family)
     read = without_rounding(_open(tmp_path / "checkpoint", "packed"))
-    assert torch.equal(_logits(read), _logits(open_plain(plain)))
+    assert torch.equal(logits_of(read), logits_of(open_plain(plain)))
 
 
 @pytest.mark.parametrize("declared", ["NVFP4_AWQ", "NVFP4_SVD"])
 def test_factors_and_branch_give_the_values_back(declared: str, tmp_path: Path) -> None:
     """(W + B A) s x in another order of float32 operations: equal up to its rounding, which 2 layers carry on."""
-    plain = _make(tmp_path / "checkpoint", declared)
+    plain = write_all(tmp_path / "checkpoint", declared)
     read = without_rounding(_open(tmp_path / "checkpoint", "packed"))
-    torch.testing.assert_close(_logits(read), _logits(open_plain(plain)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(read), logits_of(open_plain(plain)), rtol=1e-4, atol=1e-4)
 
 
 def test_rounding_of_inputs_changes_the_answers(tmp_path: Path) -> None:
     """Guards the tests above: models whose inputs were never rounded would agree as well."""
     for declared in ("FP8", "NVFP4", "MXFP4", "MXFP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK", "W4A8_MXFP4_FP8"):
-        _make(tmp_path / declared, declared)
+        write_all(tmp_path / declared, declared)
         read = _open(tmp_path / declared, "folded")
-        rounded = _logits(read)
-        assert not torch.equal(rounded, _logits(without_rounding(read))), declared
+        rounded = logits_of(read)
+        assert not torch.equal(rounded, logits_of(without_rounding(read))), declared
 
 
 @pytest.mark.parametrize(("declared", "most"), [("NVFP4", 0.30), ("MXFP4", 0.30), ("FP8", 0.51), ("MXFP8", 0.52)])
 def test_quantized_layers_take_a_third_of_the_memory(declared: str, most: float, tmp_path: Path) -> None:
-    _make(tmp_path / "checkpoint", declared, "mixtral")
+    write_all(tmp_path / "checkpoint", declared, "mixtral")
     packed = _open(tmp_path / "checkpoint", "packed", torch.bfloat16)
     folded = _open(tmp_path / "checkpoint", "folded", torch.bfloat16)
     held = {"packed": 0, "folded": 0}
@@ -112,7 +90,7 @@ def _mapped(path: Path) -> list[range]:
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_packed_weights_lie_in_the_mapped_file(family: str, tmp_path: Path) -> None:
     """Opening makes no copy: neither of codes and scales, nor of what is stored in the type it is computed in."""
-    _make(tmp_path / "checkpoint", "NVFP4", family)
+    write_all(tmp_path / "checkpoint", "NVFP4", family)
     model = _open(tmp_path / "checkpoint", "packed", torch.bfloat16)
     mapped = _mapped(tmp_path / "checkpoint" / "model.safetensors")
     tensors = [buffer for module in model.modules() if isinstance(module, Packed) for buffer in module.buffers()]
@@ -122,10 +100,10 @@ def test_packed_weights_lie_in_the_mapped_file(family: str, tmp_path: Path) -> N
 
 
 def test_codes_keep_their_type_when_the_model_changes_its_own(tmp_path: Path) -> None:
-    _make(tmp_path / "checkpoint", "NVFP4")
+    write_all(tmp_path / "checkpoint", "NVFP4")
     model = _open(tmp_path / "checkpoint", "packed")
-    before = _logits(model)
-    assert torch.equal(_logits(model.double().float()), before)
+    before = logits_of(model)
+    assert torch.equal(logits_of(model.double().float()), before)
 
 
 def test_an_expert_offers_products_only() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import make_model
 from torch import Tensor
 
 from halfbyte.quant import numerics as nm
@@ -104,6 +105,31 @@ STORE: dict[str, Callable[[Tensor], tuple[Parts, Tensor]]] = {
     "MXFP8": _mxfp8,
 }
 """By declared format: the tensors of a weight, and the float32 values they stand for."""
+
+
+IDS = torch.randint(0, 384, (2, 30), generator=torch.Generator().manual_seed(3))
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    """What a model answers to IDS."""
+    with torch.no_grad():
+        return model(IDS).logits  # type: ignore[no-any-return]
+
+
+def write_all(folder: Path, declared: str, family: str = "llama", **more: Any) -> Path:
+    """A tiny model of a family with all that is usually quantized stored in one format; see write()."""
+    keep = ("embed", "norm", "lm_head", "gate.", "router")
+    in_config = None
+    if declared == "FP8_BLOCK":
+        in_config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    return write(
+        make_model(family),
+        folder,
+        lambda name: None if any(part in f"{name}." for part in keep) else declared,
+        own_file=None if in_config else {"quant_algo": declared, "exclude_modules": ["lm_head"]},
+        in_config=in_config,
+        **more,
+    )
 
 
 def write(
