@@ -90,6 +90,8 @@ class TaskSpec(_Strict):
     """The metric a verdict looks at, as metric or metric,filter; None for the task's first."""
     gen_kwargs: dict[str, Any] | None = None
     """Generation settings over the task's own: max_gen_toks, temperature, ..."""
+    samples: int | None = Field(default=None, ge=1)
+    """Texts drawn for each question (lm-eval's repeats), each with a seed of its own; None for the task's number."""
 
 
 class FidelitySpec(_Strict):
@@ -128,6 +130,8 @@ class EvaluateSpec(_Strict):
     """Tokens a forward pass when answers are scored; None for what suits the device."""
     max_length: int | None = Field(default=None, ge=2)
     """Longest input in tokens; None for the model's own."""
+    allow_truncated: bool = False
+    """Whether a prompt longer than that is cut from the left and counted in the record; else it is an error."""
     apply_chat_template: bool = False
     system_prompt: str | None = None
     seed: int = Field(default=1234, ge=0, lt=2**32)  # numpy takes no other

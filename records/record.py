@@ -6,6 +6,7 @@ last, so a folder that has one is whole.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from halfbyte.records.digests import value_digest
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import read_as, write_json
 
 RECORD_FILE = "record.json"
+SCHEMA_VERSION = 2
+"""Of record.json. 2: `asked` and `generated` in the sample lines, speed, content digests; version 1 is still read."""
 
 
 class _Strict(BaseModel):
@@ -92,23 +96,76 @@ class Metric(_Strict):
     questions: int
 
 
-class Health(_Strict):
-    """Counts of what can make a score wrong without an error."""
+class Asked(_Strict):
+    """What the model was really given for one question: the key `asked` of a sample line.
 
+    A question with several requests (one a choice) has one of these: the largest number of each.
+    """
+
+    input: str | None = None
+    """SHA-256 of the token ids of all its requests as the model was fed with them: template applied, special tokens
+    added, cut to the window. None where the backend has no tokenizer. lm-eval's prompt_hash beside it is of the first
+    request's rendered text, before the tokenizer."""
+    tokens: int | None = None
+    """Tokens of the prompt."""
+    bos: list[int] = Field(default_factory=list)
+    """The numbers of BOS tokens seen at the head, sorted; [0] or [1] is sane. Empty where it is unknown."""
+    doubled: int = 0
+    """Special tokens that directly follow the same special token: <bos><bos>, <|im_end|><|im_end|>."""
+    cut: int = 0
+    """Tokens cut off the prompt's beginning so that it fits into the window."""
+
+
+class GeneratedSample(_Strict):
+    """How one text came to its end: the key `generated` of a sample line has a list of them, one a sample."""
+
+    tokens: int | None = None
+    """Generated, the end token included."""
+    stop: Literal["stop_string", "end_token", "length"] | None = None
+    """Why it ended: a stop sequence of the task, the model's end token, or the cap. None: the backend does not say."""
+    seed: int | None = None
+    """None where nothing was drawn."""
+
+
+class Health(_Strict):
+    """Counts of what can make a score wrong without an error. None: does not apply, or the backend does not say."""
+
+    prompts: int = 0
+    """Questions asked: what truncated and doubled are counted in."""
     truncated: int = 0
-    """Prompts cut to fit max_length."""
+    """Questions whose prompt was cut to fit max_length; 0 unless evaluate.allow_truncated is set."""
+    doubled: int = 0
+    """Questions whose prompt holds a special token twice in a row."""
+    samples: int | None = None
+    """Texts generated, k a question: what the following are counted in."""
     hit_cap: int | None = None
-    """Generations that ended at the token limit; None where nothing is generated."""
+    """Texts that were still going on at the task's limit of tokens (max_gen_toks)."""
+    unexpected_stops: int | None = None
+    """Texts that ended neither by a stop sequence, nor by the end token, nor at the cap: the window was full before,
+    or the backend gives no reason."""
     empty: int | None = None
-    """Generations without a character; None where nothing is generated."""
+    """Texts without a character."""
     unanswered: int | None = None
-    """Generations from which lm-eval's filter extracted no answer; None where nothing is extracted."""
+    """Texts in which the filter of the primary metric found no answer; not the same as a wrong answer."""
+
+
+class Speed(_Strict):
+    """How fast it went, where something was computed: what `--dry-run` and its total ETA go by."""
+
+    distinct_tokens: int = 0
+    """Prompt tokens that are computed once shared beginnings are counted once."""
+    scored_per_second: float | None = None
+    """Distinct tokens a second while scoring."""
+    generated_per_second: float | None = None
+    """Tokens a second while generating, all texts together."""
+    generated_per_sample: float | None = None
+    """Mean tokens of a generated text."""
 
 
 class EvaluationRecord(_Strict):
-    """record.json."""
+    """record.json. A line of samples_*.jsonl has `asked`, `generated`, `answered` beside lm-eval's keys; see Sample."""
 
-    schema_version: int = 1
+    schema_version: int = SCHEMA_VERSION
     status: Literal["done"] = "done"
     created: str
     key: str = ""
@@ -127,6 +184,13 @@ class EvaluationRecord(_Strict):
     seconds: float
     tokens: int
     """Prompt tokens scored plus tokens generated."""
+    speed: Speed | None = None
+    repeat: int = 0
+    """0; 1 for the second evaluation of a baseline, which asks the same in other batches and with other seeds."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """SHA-256 of each of the other files, by name."""
+    seal: str = ""
+    """SHA-256 of everything else in this file; "" in records of version 1. See verify_content."""
 
     @property
     def task(self) -> str:
@@ -134,8 +198,14 @@ class EvaluationRecord(_Strict):
         return self.fingerprint.task
 
     def save(self, folder: Path) -> None:
-        """Writes record.json atomically; call it after all other files of the record."""
+        """Seals the record and writes record.json atomically; call it after all other files of the record."""
+        names = [name for name in (self.results_file, *self.samples_files.values()) if (folder / name).is_file()]
+        self.files = {name: _content(folder / name) for name in names}
+        self.seal = self._seal()
         write_json(folder / RECORD_FILE, self.model_dump(mode="json"))
+
+    def _seal(self) -> str:
+        return value_digest(self.model_dump(mode="json", exclude={"seal"}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +222,12 @@ class Sample:
     """Per-question values by metric name."""
     raw: dict[str, Any]
     """The whole line of samples_*.jsonl."""
+    asked: Asked | None = None
+    """None in records of version 1."""
+    generated: list[GeneratedSample] | None = None
+    """One a sample; None where nothing is generated, and in records of version 1."""
+    answered: list[bool] | None = None
+    """For each sample, whether this filter found an answer in it; None where the filter looks for none."""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -168,6 +244,31 @@ def load_record(folder: Path) -> EvaluationRecord:
     return read_as(
         folder / RECORD_FILE, EvaluationRecord, "a record of this version of halfbyte", hint="evaluate again"
     )
+
+
+def verify_content(folder: Path) -> EvaluationRecord:
+    """Reads the record in `folder` and the digests of its files: what a copy may be made of, and a cache may give.
+
+    Raises:
+        UserError: naming what is missing, has changed since it was written, or was written without digests.
+    """
+    record = load_record(folder)
+    if record.seal != record._seal():
+        what = "has changed since it was written" if record.seal else "is of a version that wrote no digests"
+        raise UserError(f"{folder / RECORD_FILE} {what}", "evaluate again")
+    for name in (record.results_file, *record.samples_files.values()):
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing from the record", "evaluate again")
+        if _content(path) != record.files.get(name):
+            raise UserError(f"{path} has changed since it was written", "evaluate again")
+    return record
+
+
+def _content(path: Path) -> str:
+    # Not digests.file_digest, which believes a file's size and time of change.
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def find_records(folder: Path) -> dict[str, Path]:
@@ -191,12 +292,6 @@ def find_records(folder: Path) -> dict[str, Path]:
     if not found:
         raise UserError(f"no evaluation record in {folder}", "make one with `halfbyte eval MODEL --output FOLDER`")
     return found
-
-
-_SAMPLE_FIELDS = {
-    "doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", "doc_hash",
-    "prompt_hash", "target_hash",
-}  # fmt: skip
 
 
 def read_samples(folder: Path, record: EvaluationRecord) -> Iterator[Sample]:
@@ -223,6 +318,7 @@ def read_samples(folder: Path, record: EvaluationRecord) -> Iterator[Sample]:
 def _sample(subtask: str, line: dict[str, Any]) -> Sample:
     metrics = {name: line[name] for name in line["metrics"]}
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (bool, int, float))}
+    rows = line.get("generated")
     return Sample(
         subtask=subtask,
         filter=line["filter"],
@@ -232,4 +328,7 @@ def _sample(subtask: str, line: dict[str, Any]) -> Sample:
         target_hash=line["target_hash"],
         metrics=numbers,
         raw=line,
+        asked=None if line.get("asked") is None else Asked.model_validate(line["asked"]),
+        generated=None if rows is None else [GeneratedSample.model_validate(row) for row in rows],
+        answered=line.get("answered"),
     )
