@@ -9,7 +9,8 @@ from typing import Any, Literal, Protocol
 
 from halfbyte.eval.sharing import Request
 
-Stop = Literal["stop_string", "end_token", "length"]
+Stop = Literal["stop_string", "end_token", "stopped", "length"]
+"""stopped: by a stop string or the end token, and the server does not say by which."""
 
 
 @dataclass(frozen=True, slots=True)

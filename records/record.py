@@ -121,8 +121,9 @@ class GeneratedSample(_Strict):
 
     tokens: int | None = None
     """Generated, the end token included."""
-    stop: Literal["stop_string", "end_token", "length"] | None = None
-    """Why it ended: a stop sequence of the task, the model's end token, or the cap. None: the backend does not say."""
+    stop: Literal["stop_string", "end_token", "stopped", "length"] | None = None
+    """Why it ended: a stop sequence of the task, the model's end token, either of them (the server does not say
+    which), or the cap. None: the backend does not say."""
     seed: int | None = None
     """None where nothing was drawn."""
 
