@@ -115,10 +115,38 @@ class CanarySpec(_Strict):
     """Tokens of each greedy continuation."""
 
 
+class ServerSpec(_Strict):
+    """An OpenAI-compatible endpoint that serves the model: vLLM, SGLang, TensorRT-LLM, llama.cpp, ..."""
+
+    base_url: str = Field(pattern=r"^https?://\S+$")
+    """What comes before /completions: http://localhost:8000/v1."""
+    model: str | None = None
+    """The name it serves the model under; None for the only one it has."""
+    candidate_url: str | None = Field(default=None, pattern=r"^https?://\S+$")
+    """Where the candidate is served in a run, which asks two models; None for the same endpoint."""
+    candidate_model: str | None = None
+    """The candidate's name there; None for the only one."""
+    api: Literal["completions", "chat"] = "completions"
+    """completions: prompts are rendered and tokenized here, and sent as tokens. chat: messages are sent, and the server
+    applies its own chat template; nothing can be scored."""
+    api_key_env: str = Field(default="OPENAI_API_KEY", min_length=1)
+    """The environment variable that holds the API key; none is sent where it is not set."""
+    concurrency: int = Field(default=16, ge=1)
+    """Requests under way at once."""
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds to wait for one answer."""
+    retries: int = Field(default=4, ge=0)
+    """Further tries after a lost connection, a time-out, and the statuses 429 and 5xx, with growing pauses."""
+
+
 class EvaluateSpec(_Strict):
     """What both sides are measured on."""
 
-    backend: Literal["hf"] = "hf"
+    backend: Literal["hf", "vllm", "server"] = "hf"
+    """hf: transformers, with a checkpoint's formats emulated; vllm: that engine in this process; server: an endpoint."""
+    server: ServerSpec | None = None
+    vllm: dict[str, Any] = {}
+    """Arguments of vllm.LLM: tensor_parallel_size, gpu_memory_utilization, kv_cache_dtype, ..."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type to compute in: auto is the model's own on CUDA, and float32 on a CPU."""
     weights: Literal["folded", "packed"] = "folded"
@@ -139,6 +167,16 @@ class EvaluateSpec(_Strict):
     fidelity: FidelitySpec | None = None
     canary: CanarySpec | None = CanarySpec()
     """None for no canary."""
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> EvaluateSpec:
+        if (self.server is not None) != (self.backend == "server"):
+            raise ValueError("backend server and a server block belong together; give both or neither")
+        if self.vllm and self.backend != "vllm":
+            raise ValueError("arguments of vllm belong to backend vllm")
+        if self.server is not None and self.server.api == "chat" and not self.apply_chat_template:
+            raise ValueError("api chat applies the server's chat template; set apply_chat_template too")
+        return self
 
 
 class GateSpec(_Strict):
