@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from halfbyte.eval.encoding import encode_texts
 from halfbyte.eval.sharing import Request
 from halfbyte.records.errors import UserError
-
-CHUNK = 1024
 
 
 class Prompt(NamedTuple):
@@ -25,19 +24,16 @@ class Prompt(NamedTuple):
 def encode(inner: Any, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text, with the special tokens lm-eval's hf backend would add to it.
 
-    It leaves them to the tokenizer, except that a text that starts with BOS already gets none. The texts go to the
-    tokenizer in chunks, which encodes a chunk on all cores.
+    It leaves them to the tokenizer, except that a text that starts with BOS already gets none.
     """
     start = inner.tokenizer.decode(inner.prefix_token_id)
     plain = [bool(start) and text.startswith(start) for text in texts]
     encoded: list[list[int]] = [[]] * len(texts)
     for bare in (False, True):
         where = [at for at, flag in enumerate(plain) if flag is bare]
-        for chunk in (where[at : at + CHUNK] for at in range(0, len(where), CHUNK)):
-            special = {"add_special_tokens": False} if bare else {}
-            rows = inner.tokenizer([texts[at] for at in chunk], **special)["input_ids"]
-            for at, row in zip(chunk, rows, strict=True):
-                encoded[at] = row
+        rows = encode_texts(inner.tokenizer, [texts[at] for at in where], special=not bare)
+        for at, row in zip(where, rows, strict=True):
+            encoded[at] = row
     return encoded
 
 
@@ -65,11 +61,12 @@ def encode_pairs(inner: Any, pairs: Sequence[tuple[str, str]]) -> list[Request]:
         moved.append((kept, context[len(kept) :] + continuation))
     texts = {text for context, continuation in moved if context for text in (context, context + continuation)}
     known = dict(zip(texts, encode(inner, list(texts)), strict=True))
+    heads = {context: tuple(known[context]) for context, _ in moved if context}  # one for all answers to a question
     requests = []
     for kept, continuation in moved:
         if kept:
-            head = known[kept]
-            request = Request(tuple(head), tuple(known[kept + continuation][len(head) :]))
+            head = heads[kept]
+            request = Request(head, tuple(known[kept + continuation][len(head) :]))
         else:
             ids = inner.tok_encode(continuation, add_special_tokens=False)
             ids = ids if ids[:1] == [inner.prefix_token_id] else [inner.prefix_token_id, *ids]
