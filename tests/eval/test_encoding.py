@@ -22,8 +22,10 @@ LLAMA_3 = (
 )
 FROM_THE_RIGHT = r"\d{1,3}(?=(?:\d{3})*\b)|[^\d]+"
 
-WORDS = ["the", " cat", "  ", "\n", "\n\n", " \n ", "\t", "12345", "1", "don't", "é", "e\u0301", "猫", "<eos>", "<bos>", "A.",
-         "?", "...", " (", "\r\n", "Answer:", " A", "'", "s"]  # fmt: skip
+WORDS = [
+    *("the", " cat", "  ", "\n", "\n\n", " \n ", "\t", "12345", "1", "don't", "é", "e\u0301", "猫", "<eos>", "<bos>"),
+    *("A.", "?", "...", " (", "\r\n", "Answer:", " A", "'", "s"),
+]
 
 
 def split(pattern: str) -> Any:
