@@ -20,6 +20,8 @@ from halfbyte.records.errors import UserError
 from halfbyte.records.files import read_as, write_json
 
 RECORD_FILE = "record.json"
+UNKNOWN = "unknown"
+"""A setting that a server does not tell. It agrees with nothing, not even with itself."""
 SCHEMA_VERSION = 2
 """Of record.json. 2: `asked` and `generated` in the sample lines, speed, content digests; version 1 is still read."""
 
@@ -70,7 +72,8 @@ class Fingerprint(_Strict):
     limit: int | None = None
     """Questions a subtask was cut to; None for all."""
     chat_template: str | None = None
-    """SHA-256 of the chat template applied; None when none was."""
+    """SHA-256 of the chat template applied; None when none was; UNKNOWN where a server applied its own and does not say
+    which, so that its BOS is unknown too."""
     system_prompt: str | None = None
     """SHA-256 of the system prompt; None when there was none."""
     bos_per_prompt: list[int] = Field(default_factory=list)
@@ -78,6 +81,8 @@ class Fingerprint(_Strict):
     max_length: int | None = None
     """Longest input in tokens; longer prompts are cut from the left and counted in Health.truncated."""
     backend: str = "hf"
+    engine: str | None = None
+    """What computes where the backend is not transformers in this process: "vllm 0.33.0"."""
     dtype: str = "float32"
     seeds: dict[str, int] = Field(default_factory=dict)
 
