@@ -19,6 +19,7 @@ import numpy as np
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
+from halfbyte.eval.quick import quick_index, quick_templates
 from halfbyte.recipes.data import cache_of, find_dataset, loading
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.manifest import git_commit
@@ -43,6 +44,7 @@ def quiet_lm_eval() -> Iterator[None]:
             patch.object(lm_eval.models.huggingface, "tqdm", _SilentBar),
             # lm-eval asks git about the working directory, and git complains on stderr where that is no checkout.
             patch.object(lm_eval.evaluator, "get_git_commit_hash", git_commit),
+            quick_templates(),
         ):
             yield
     finally:
@@ -51,8 +53,9 @@ def quiet_lm_eval() -> Iterator[None]:
 
 @cache
 def task_manager(*, ours_only: bool) -> TaskManager:
-    """lm-eval's index of tasks; with its own tasks this reads thousands of files, some seconds, once a process."""
-    return TaskManager(include_path=str(TASKS), include_defaults=not ours_only)
+    """lm-eval's index of tasks; with its own tasks this reads thousands of files once."""
+    with quick_index():
+        return TaskManager(include_path=str(TASKS), include_defaults=not ours_only)
 
 
 def find_manager(name: str) -> TaskManager:
