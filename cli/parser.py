@@ -176,7 +176,9 @@ def _add_eval(commands: Commands) -> None:
     parser.add_argument(
         "--num-fewshot", type=_natural, metavar="N", help="examples in the prompt; the task's own if absent"
     )
-    parser.add_argument("--batch-size", type=_positive, default=16, metavar="N", help="questions at once (16)")
+    parser.add_argument(
+        "--batch-size", type=_positive, metavar="N", help="texts generated at once (what suits the device)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="type to compute in (auto)")
     parser.add_argument(
         "--weights", choices=("folded", "packed"), default="folded", help="packed takes less memory and longer (folded)"

@@ -154,7 +154,8 @@ class _Run:
     def __init__(
         self, model: Any, tokenizer: Any, spec: TaskSpec, settings: EvaluateSpec, folder: Path, key: str
     ) -> None:
-        from halfbyte.eval.lm import Generator, JournaledLM
+        from halfbyte.eval.hf import HFBackend
+        from halfbyte.eval.lm import JournaledLM
         from halfbyte.eval.resolve import quiet_lm_eval
 
         if settings.apply_chat_template and not getattr(tokenizer, "chat_template", None):
@@ -171,10 +172,14 @@ class _Run:
         self.folder = folder
         self.key = key
         with quiet_lm_eval():
-            generator = Generator(model, tokenizer, batch_size=settings.batch_size, max_length=settings.max_length)
-        self.lm = JournaledLM(
-            generator, folder, key, seed=settings.seed, label=spec.task, batch_tokens=settings.batch_tokens
-        )
+            backend = HFBackend(
+                model,
+                tokenizer,
+                batch_size=settings.batch_size,
+                batch_tokens=settings.batch_tokens,
+                max_length=settings.max_length,
+            )
+        self.lm = JournaledLM(backend, folder, key, seed=settings.seed, label=spec.task)
 
     def evaluate(self, summary: ModelSummary, root: Path | None, dtype: str) -> EvaluationRecord:
         """Runs lm-eval, writes its files and returns the record, which is still to be saved."""
@@ -195,7 +200,8 @@ class _Run:
         primary = files.primary_metric(self.spec.metric, metrics)
         date = datetime.now().isoformat().replace(":", "-")
         sample_files = files.write_samples(self.folder, date, samples)
-        counts = self.lm.counts
+        asked = self.lm.book.asked.values()
+        generated = [one for samples in self.lm.generated.values() for one in samples]
         template = self.lm.chat_template(True) if self.settings.apply_chat_template else None
         return EvaluationRecord(
             created=now(),
@@ -204,13 +210,13 @@ class _Run:
             fingerprint=Fingerprint(
                 task=self.spec.task,
                 subtasks={
-                    name: files.subtask_fingerprint(task, samples[name], self.lm.inner.max_gen_toks)
+                    name: files.subtask_fingerprint(task, samples[name], self.lm.backend.max_gen_toks)
                     for name, task in tasks.items()
                 },
                 limit=self.spec.limit,
                 chat_template=files.template_digest(template),
                 system_prompt=files.template_digest(self.settings.system_prompt),
-                bos_per_prompt=sorted(counts.bos),
+                bos_per_prompt=sorted({count for one in asked for count in one.bos}),
                 max_length=self.lm.max_length,
                 backend=self.settings.backend,
                 dtype=dtype,
@@ -219,9 +225,9 @@ class _Run:
             primary=primary,
             metrics=metrics,
             health=Health(
-                truncated=counts.truncated,
-                hit_cap=counts.hit_cap,
-                empty=counts.empty,
+                truncated=sum(one.cut > 0 for one in asked),
+                hit_cap=sum(one.stop == "length" for one in generated) if generated else None,
+                empty=sum(not one.text.strip() for one in generated) if generated else None,
                 unanswered=files.unanswered(tasks, samples, primary[1]),
             ),
             results_file=files.write_results(self.folder, date, results),
@@ -229,7 +235,7 @@ class _Run:
             packages=package_versions(),
             hardware=hardware(),
             seconds=seconds,
-            tokens=counts.tokens,
+            tokens=self.lm.tokens,
         )
 
     def _seeds(self) -> dict[str, int]:

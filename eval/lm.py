@@ -1,70 +1,26 @@
-"""How a model becomes an lm-eval LM: our scorer for continuations, lm-eval's hf backend for generated texts."""
+"""How a backend becomes an lm-eval LM: batch by batch into a journal, with what was asked and how each text ended."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
-from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import normalize_gen_kwargs
 
-from halfbyte.eval.prompts import bos_count, encode_contexts, encode_documents, encode_pairs, plan_generation
-from halfbyte.eval.scorer import PrefixScorer
+from halfbyte.eval.asked import Book, Question
+from halfbyte.eval.backend import Backend, Generated, Prompt, Sampling, sample_seed, sampling_of
+from halfbyte.eval.prompts import encode, encode_documents, encode_pairs
 from halfbyte.eval.sharing import Request
 from halfbyte.records.errors import UserError
 from halfbyte.records.journal import Journal
 from halfbyte.records.progress import progress_bar
-
-
-class Generator(HFLM):
-    """lm-eval's hf backend around a loaded model, for what it generates; counts that.
-
-    Args:
-        model: A causal LM of transformers, on its device, in the type to compute in.
-        tokenizer: Its tokenizer.
-        batch_size: Sequences generated at once.
-        max_length: Longest input in tokens; None for the model's own.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any, *, batch_size: int = 16, max_length: int | None = None) -> None:
-        super().__init__(
-            pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=max_length
-        )
-        self.generated = 0
-        """Tokens generated so far, the end token included."""
-        self.hit_cap = 0
-        """Generations so far that ended at the token limit."""
-
-    def _model_generate(self, context: Any, max_length: int, stop: list[str], **generation_kwargs: Any) -> Any:
-        output = super()._model_generate(context, max_length, stop, **generation_kwargs)
-        ends = self.model.generation_config.eos_token_id
-        end_ids = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-        for row in output[:, context.shape[1] :].tolist():
-            length = next((at + 1 for at, token in enumerate(row) if token in end_ids), None)
-            self.generated += len(row) if length is None else length
-            full = length is None and len(row) >= max_length - context.shape[1]
-            if full and not any(text in self.tok_decode(row) for text in stop if text):
-                self.hit_cap += 1
-        return output
-
-
-@dataclass
-class Counts:
-    """What was seen on the way; see records.Health."""
-
-    tokens: int = 0
-    truncated: int = 0
-    bos: set[int] = field(default_factory=set)
-    hit_cap: int | None = None
-    empty: int | None = None
+from halfbyte.records.record import Asked
 
 
 class JournaledLM(LM):
@@ -74,62 +30,70 @@ class JournaledLM(LM):
     was killed and went on are those of an undisturbed one, bit for bit.
 
     Args:
-        inner: The loaded model, its tokenizer, and what generates.
+        backend: What answers.
         folder: Where the journals are.
         key: Digest of all settings that decide the answers, the model included.
-        seed: Sampled generations of batch i are drawn with seed + i.
+        seed: What the seeds of drawn samples are derived from.
         label: Name on the progress bar.
-        batch_tokens: Tokens a forward pass when scoring; None for the device's own.
+        allow_truncated: Whether prompts that are longer than the model's window are cut instead of refused.
     """
 
     def __init__(
         self,
-        inner: Generator,
+        backend: Backend,
         folder: Path,
         key: str,
         *,
         seed: int = 1234,
         label: str = "",
-        batch_tokens: int | None = None,
+        allow_truncated: bool = True,
     ) -> None:
         super().__init__()
-        self.inner = inner
+        self.backend = backend
         self.folder = folder
         self.key = key
         self.seed = seed
         self.label = label
-        self.counts = Counts()
-        self.scorer = PrefixScorer(inner.model, budget=batch_tokens)
-        self._device = inner.device
-        self._rank = inner.rank
-        self._world_size = inner.world_size
+        self.allow_truncated = allow_truncated
+        tokenizer = backend.tokenizer
+        self.book = Book(tokenizer.bos_token_id, tokenizer.all_special_ids) if tokenizer is not None else Book(None, ())
+        """What the model was given for each question."""
+        self.generated: dict[Question, list[Generated]] = {}
+        """The samples of each question, in the order of lm-eval's resps."""
+        self.spent: dict[str, tuple[int, float]] = {}
+        """By method, tokens (scored: of all requests; generated: without prompts) and seconds of what this process
+        computed, without what was in a journal."""
+        self._texts = _Texts(backend) if backend.tokenizer is not None else None
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood (nats) of each continuation, and whether greedy decoding would give it."""
-        encoded = encode_pairs(self.inner, [request.args for request in requests])
+        encoded = encode_pairs(self._require_texts(), [request.args for request in requests])
         self._refuse_cut_answers(encoded)
         cut = [_cut(request, self.max_length) for request in encoded]
-        self._count(self._seen(encoded, self.max_length + 1))
+        lost = [len(whole.context) - len(part.context) for whole, part in zip(encoded, cut, strict=True)]
+        self._note(requests, [[request] for request in cut], lost)
         answers = self._score("loglikelihood", requests, cut)
         self._refuse_nonsense([value for value, _ in answers])
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Log-likelihood (nats) of each whole document, in windows of max_length."""
-        documents = encode_documents(self.inner, [request.args[0] for request in requests])
+        documents = encode_documents(self._require_texts(), [request.args[0] for request in requests])
         windows = [window for document in documents for window in document]
-        self._count(self._seen(windows, None))
+        self._note(requests, documents)
         scores = iter(self._score("loglikelihood_rolling", requests, windows))
         answers = [math.fsum(next(scores)[0] for _ in document) for document in documents]
         self._refuse_nonsense(answers)
         return answers
 
     def _score(self, method: str, requests: list[Instance], encoded: list[Request]) -> list[tuple[float, bool]]:
-        scorer = self.scorer
-        batches = scorer.plan(encoded)
+        batches = self.backend.score_batches(encoded)
+        sizes = [len(context) + len(continuation) for context, continuation in encoded]
 
-        def answer(index: int) -> list[Any]:
-            return [[value, greedy] for value, greedy in scorer.score(encoded, batches[index])]
+        def answer(index: int) -> tuple[list[Any], int]:
+            batch = batches[index]
+            found = [[value, greedy] for value, greedy in self.backend.score(encoded, batch)]
+            return found, sum(sizes[at] for at in batch.members)
 
         answers = self._run(method, requests, [batch.members for batch in batches], answer)
         return [(value, greedy) for value, greedy in answers]
@@ -140,42 +104,87 @@ class JournaledLM(LM):
         Raises:
             UserError: when max_gen_toks leaves no room for a prompt.
         """
-        settings = [json.dumps(request.args[1], sort_keys=True, default=str) for request in requests]
-        room = {text: self._room(request.args[1]) for text, request in zip(settings, requests, strict=True)}
-        prompts = encode_contexts(self.inner, [request.args[0] for request in requests], settings)
-        self._count((prompt.length, prompt.bos, room[prompt.group]) for prompt in prompts)
-        batches = plan_generation(prompts, self.inner.batch_size)
+        prompts = self._prompts(requests)
+        batches = self.backend.generation_batches(prompts)
 
-        def answer(index: int) -> list[Any]:
-            torch.manual_seed(self.seed + index)
-            batch = [requests[at] for at in batches[index]]
-            return [str(text) for text in self.inner.generate_until(batch, disable_tqdm=True)]
+        def answer(index: int) -> tuple[list[Any], int]:
+            found = self.backend.generate([prompts[at] for at in batches[index]])
+            return [[one.text, one.tokens, one.stop, one.seed] for one in found], sum(one.tokens for one in found)
 
-        answers: list[str] = self._run("generate_until", requests, batches, answer)
-        self.counts.empty = (self.counts.empty or 0) + sum(not text.strip() for text in answers)
-        return answers
+        answers = [Generated(*values) for values in self._run("generate_until", requests, batches, answer)]
+        for request, generated in zip(requests, answers, strict=True):
+            self.generated.setdefault(_question(request), []).append(generated)
+        return [generated.text for generated in answers]
 
-    def _room(self, gen_kwargs: dict[str, Any]) -> int:
-        """Longest prompt in tokens beside `max_gen_toks`."""
-        most = int(normalize_gen_kwargs(gen_kwargs, self.inner.max_gen_toks)["max_gen_toks"])
-        if most >= self.inner.max_length:
+    def _prompts(self, requests: list[Instance]) -> list[Prompt]:
+        """Each request as the backend is asked it: encoded, cut, with its settings and its seed."""
+        known: dict[str, Sampling] = {}
+        samplings = []
+        for request in requests:
+            text = json.dumps(request.args[1], sort_keys=True, default=str)
+            if text not in known:
+                known[text] = sampling_of(request.args[1], self.backend.max_gen_toks)
+                self._require_room(known[text].max_gen_toks)
+            samplings.append(known[text])
+        texts = [request.args[0] for request in requests]
+        rows: list[tuple[int, ...] | None] = [None] * len(texts)
+        if self._texts is not None:
+            distinct = list(dict.fromkeys(texts))  # the k samples of a question are one text
+            encoded = dict(zip(distinct, map(tuple, encode(self._texts, distinct)), strict=True))
+            whole = [encoded[text] for text in texts]
+            cut = [
+                tokens[max(0, len(tokens) - (self.max_length - sampling.max_gen_toks)) :]
+                for tokens, sampling in zip(whole, samplings, strict=True)
+            ]
+            lost = [len(tokens) - len(part) for tokens, part in zip(whole, cut, strict=True)]
+            self._note(requests, [[Request(tokens, ())] for tokens in cut], lost)
+            rows = list(cut)
+        else:
+            self.book.asked.update((_question(request), Asked()) for request in requests)
+        repeats: dict[tuple[str, int, int], int] = {}
+        prompts = []
+        for request, text, tokens, sampling in zip(requests, texts, rows, samplings, strict=True):
+            task, doc_id = _question(request)
+            repeat = repeats[task, doc_id, request.idx] = repeats.get((task, doc_id, request.idx), -1) + 1
+            seed = sample_seed(self.seed, task, doc_id, repeat) if sampling.temperature > 0 else None
+            prompts.append(Prompt(text, tokens, sampling, seed))
+        return prompts
+
+    def _require_room(self, max_gen_toks: int) -> None:
+        if max_gen_toks >= self.max_length:
             raise UserError(
-                f"max_gen_toks {most} leaves no room for a prompt in {self.inner.max_length} tokens",
+                f"max_gen_toks {max_gen_toks} leaves no room for a prompt in {self.max_length} tokens",
                 "lower gen_kwargs.max_gen_toks of the task or raise max_length",
             )
-        return int(self.inner.max_length) - most
 
-    def _seen(self, encoded: Sequence[Request], room: int | None) -> Iterator[tuple[int, int, int | None]]:
-        for request in encoded:
-            length = len(request.context) + len(request.continuation)
-            yield length, bos_count(request.context, self.tokenizer.bos_token_id), room
+    def _require_texts(self) -> _Texts:
+        if self._texts is None:
+            raise UserError(
+                f"{self.label}: the {self.backend.name} backend has no tokenizer, and answers are scored as tokens",
+                "give it the model's tokenizer, or evaluate with the hf backend",
+            )
+        return self._texts
 
-    def _count(self, seen: Iterable[tuple[int, int, int | None]]) -> None:
-        """Of each prompt: its tokens, the BOS tokens at its head, and the most tokens it may have."""
-        for length, bos, room in seen:
-            self.counts.tokens += length
-            self.counts.bos.add(bos)
-            self.counts.truncated += room is not None and length > room
+    def _note(
+        self, requests: Sequence[Instance], fed: Sequence[Sequence[Request]], lost: Sequence[int] | None = None
+    ) -> None:
+        """Keeps what is asked, and refuses prompts that were cut unless that is allowed.
+
+        Args:
+            requests: lm-eval's.
+            fed: What the model is fed with for each.
+            lost: Tokens cut off each; None where none can be.
+        """
+        lost = lost or [0] * len(requests)
+        if not self.allow_truncated and any(lost):
+            number = sum(map(bool, lost))
+            raise UserError(
+                f"{self.label}: {number} of {len(requests)} prompts do not fit into {self.max_length} tokens together "
+                f"with their answers; the longest by {max(lost)}",
+                "raise max_length, ask with fewer examples, or set evaluate.allow_truncated",
+            )
+        for request, windows, missing in zip(requests, fed, lost, strict=True):
+            self.book.add(_question(request), windows, missing)
 
     def _refuse_cut_answers(self, encoded: Sequence[Request]) -> None:
         """A prompt may be cut from the left, the continuation that is scored may not."""
@@ -199,10 +208,9 @@ class JournaledLM(LM):
         method: str,
         requests: list[Instance],
         batches: list[list[int]],
-        answer: Callable[[int], list[Any]],
+        answer: Callable[[int], tuple[list[Any], int]],
     ) -> list[Any]:
         """All answers, batch by batch, those in the journal from there; `batches` say where each belongs."""
-        generates = method == "generate_until"
         answers: list[Any] = [None] * sum(map(len, batches))
         key = _requests_digest(self.key, method, requests, batches)
         with (
@@ -213,55 +221,65 @@ class JournaledLM(LM):
             bar.initial = bar.n  # the ETA is of what is left, not of what an earlier process did
             for index, batch in enumerate(batches):
                 if index == len(journal.entries):
-                    generated, capped = self.inner.generated, self.inner.hit_cap
-                    entry: dict[str, Any] = {"answers": answer(index)}
-                    if generates:
-                        entry["tokens"] = self.inner.generated - generated
-                        entry["hit_cap"] = self.inner.hit_cap - capped
-                    journal.append(entry)
+                    start = time.perf_counter()
+                    found, size = answer(index)
+                    tokens, seconds = self.spent.get(method, (0, 0.0))
+                    self.spent[method] = tokens + size, seconds + time.perf_counter() - start
+                    journal.append({"answers": found})
                     bar.update(len(batch))
-                entry = journal.entries[index]
-                for at, value in zip(batch, entry["answers"], strict=True):
+                for at, value in zip(batch, journal.entries[index]["answers"], strict=True):
                     answers[at] = value
-                if generates:
-                    self.counts.tokens += entry["tokens"]
-                    self.counts.hit_cap = (self.counts.hit_cap or 0) + entry["hit_cap"]
         return answers
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all requests plus tokens generated."""
+        return self.book.tokens + sum(one.tokens for samples in self.generated.values() for one in samples)
 
     @property
     def max_length(self) -> int:
         """Longest input in tokens."""
-        return int(self.inner.max_length)
+        return self.backend.max_length
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self.inner.tokenizer
+        """The model's tokenizer; None where the backend has none."""
+        return self.backend.tokenizer
 
     @property
     def tokenizer_name(self) -> str:
         """lm-eval's name for the tokenizer in its cache of requests."""
-        return str(self.inner.tokenizer_name)
-
-    @property
-    def eot_token_id(self) -> int | None:
-        """The token that ends a text."""
-        found: int | None = self.inner.eot_token_id
-        return found
+        return str(getattr(self.tokenizer, "name_or_path", "")).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The chat template lm-eval would apply; None where none is."""
-        found: str | None = self.inner.chat_template(chat_template)
-        return found
+        return self.backend.chat_template(chat_template)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A chat rendered by the model's template."""
-        return str(self.inner.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt))
+        return self.backend.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes about a model; its own version asks the hub, which a folder on disk has no entry in."""
-        model = self.inner.model
-        return {"model_num_parameters": model.num_parameters(), "model_dtype": str(model.dtype), "model_sha": ""}
+        """What lm-eval writes about a model."""
+        return self.backend.model_info()
+
+
+class _Texts:
+    """What eval.prompts encodes with."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.tokenizer: Any = backend.tokenizer
+        self.max_length = backend.max_length
+        begin = self.tokenizer.bos_token_id
+        self.prefix_token_id = int(self.tokenizer.eos_token_id if begin is None else begin)
+
+    def tok_encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _question(request: Instance) -> Question:
+    return str(request.task_name), int(request.doc_id or 0)
 
 
 def _cut(request: Request, max_length: int) -> Request:

@@ -1,24 +1,13 @@
-"""Requests as tokens: continuations with their contexts, windows of documents, and prompts to generate from."""
+"""Requests as tokens: texts, continuations with their contexts, and windows of documents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from halfbyte.eval.encoding import encode_texts
 from halfbyte.eval.sharing import Request
 from halfbyte.records.errors import UserError
-
-
-class Prompt(NamedTuple):
-    """One prompt to generate from, as the model is fed with it."""
-
-    length: int
-    """Tokens."""
-    bos: int
-    """BOS tokens at its head."""
-    group: str
-    """Its generation settings; only prompts of one group share a batch."""
 
 
 def encode(inner: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -91,27 +80,3 @@ def encode_documents(inner: Any, texts: Sequence[str]) -> list[list[Request]]:
         ]
         for ids in encode(inner, texts)
     ]
-
-
-def encode_contexts(inner: Any, texts: Sequence[str], settings: Sequence[str]) -> list[Prompt]:
-    """Prompts to generate from."""
-    bos = inner.tokenizer.bos_token_id
-    rows = encode(inner, texts)
-    return [Prompt(len(ids), bos_count(ids, bos), group) for ids, group in zip(rows, settings, strict=True)]
-
-
-def plan_generation(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
-    """Fixed batches of the positions of `prompts`, the longest first, so that a lack of memory shows at once.
-
-    Args:
-        prompts: In lm-eval's order.
-        size: Sequences a batch.
-    """
-    groups: dict[str, list[int]] = {}
-    for at, prompt in enumerate(prompts):
-        groups.setdefault(prompt.group, []).append(at)
-    batches = []
-    for members in groups.values():
-        ordered = sorted(members, key=lambda at: -prompts[at].length)  # stable: ties keep their order
-        batches += [ordered[first : first + size] for first in range(0, len(ordered), size)]
-    return sorted(batches, key=lambda batch: -prompts[batch[0]].length)

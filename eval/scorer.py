@@ -225,7 +225,7 @@ def _too_long(batch: Batch, window: int) -> bool:
     return any(len(row.branches) > 1 for row in batch.rows) and any(row.length >= window for row in batch.rows)
 
 
-def _depends_on_length(config: Any) -> str | None:
+def depends_on_length(config: Any) -> str | None:
     """What makes a model's answer for a token depend on the rest of its batch or on how the text is cut; else None."""
     text = config.get_text_config()
     if getattr(text, "attention_chunk_size", None):
@@ -242,7 +242,7 @@ def _shares_exactly(model: Any) -> bool:
     What is known not to is refused; the rest is tried on a few tokens. Models with recurrent layers, or with an
     attention that takes no mask of its own, do not.
     """
-    reason = _depends_on_length(model.config)
+    reason = depends_on_length(model.config)
     if reason is None and "position_ids" not in inspect.signature(model.forward).parameters:
         reason = f"{type(model).__name__} takes no position_ids"  # as with ALiBi, which counts places in the row
     # Rounded activations at the edge of two codes may differ on one text, and hardly on three.

@@ -152,8 +152,8 @@ class EvaluateSpec(_Strict):
     weights: Literal["folded", "packed"] = "folded"
     """How a checkpoint's weights are held: dequantized once, or in 4 or 8 bits and dequantized layer by layer while
     they run, which is slower and takes a third of the memory. The answers are the same."""
-    batch_size: int = Field(default=16, ge=1)
-    """Texts generated at once."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Texts generated at once; None for what suits the device."""
     batch_tokens: int | None = Field(default=None, ge=1)
     """Tokens a forward pass when answers are scored; None for what suits the device."""
     max_length: int | None = Field(default=None, ge=2)

@@ -11,7 +11,8 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from halfbyte.eval.lm import Generator, JournaledLM
+from halfbyte.eval.hf import HFBackend
+from halfbyte.eval.lm import JournaledLM
 from halfbyte.records.errors import UserError
 
 CONTEXTS = ["the cat sees", "the sun is hot and the moon is", "a", "one two three four five", "the dog is not"]
@@ -38,10 +39,16 @@ SAMPLED = {"until": ["\n"], "max_gen_toks": 8, "do_sample": True, "temperature":
 @pytest.fixture
 def lm(tiny_llama: Any, tiny_tokenizer: Any, tmp_path: Path) -> Callable[..., JournaledLM]:
     def make(
-        folder: str = "journals", key: str = "key", model: Any = None, tokenizer: Any = None, **options: Any
+        folder: str = "journals",
+        key: str = "key",
+        model: Any = None,
+        tokenizer: Any = None,
+        allow_truncated: bool = True,
+        **options: Any,
     ) -> Any:
-        generator = Generator(model or tiny_llama, tokenizer or tiny_tokenizer, **{"batch_size": 3, **options})
-        return JournaledLM(generator, tmp_path / folder, key, label="task", batch_tokens=16)
+        options = {"batch_size": 1, "batch_tokens": 16, **options}
+        backend = HFBackend(model or tiny_llama, tokenizer or tiny_tokenizer, **options)
+        return JournaledLM(backend, tmp_path / folder, key, label="task", allow_truncated=allow_truncated)
 
     return make
 
@@ -67,7 +74,7 @@ def test_an_empty_context_is_scored_behind_the_prefix_token(lm: Any, tiny_llama:
     assert journaled.loglikelihood(requests)[0][0] == pytest.approx(
         plain.loglikelihood(requests, disable_tqdm=True)[0][0], abs=1e-4
     )
-    assert journaled.counts.bos == {1}
+    assert [one.bos for one in journaled.book.asked.values()] == [[1]]
 
 
 @pytest.mark.parametrize(
@@ -85,8 +92,8 @@ def test_a_run_cut_short_anywhere_ends_as_an_undisturbed_one(lm: Any, method: st
     expected = getattr(undisturbed, method)(requests)
     for batches in (0, 1, 2):
         cut = lm(f"cut {batches}")
-        owner, name = (cut.inner, method) if method == "generate_until" else (cut.scorer, "score")
-        answer, left = getattr(owner, name), batches
+        name = "generate" if method == "generate_until" else "score"
+        answer, left = getattr(cut.backend, name), batches
 
         def fail(*arguments: Any, answer: Any = answer, **options: Any) -> Any:
             nonlocal left
@@ -95,18 +102,19 @@ def test_a_run_cut_short_anywhere_ends_as_an_undisturbed_one(lm: Any, method: st
             left -= 1
             return answer(*arguments, **options)
 
-        setattr(owner, name, fail)
+        setattr(cut.backend, name, fail)
         with pytest.raises(KeyboardInterrupt):
             getattr(cut, method)(requests)
         resumed = lm(f"cut {batches}")
         assert getattr(resumed, method)(requests) == expected
-        assert resumed.counts == undisturbed.counts
+        assert (resumed.book.asked, resumed.generated) == (undisturbed.book.asked, undisturbed.generated)
+        assert resumed.tokens == undisturbed.tokens
 
 
 def test_a_finished_journal_needs_no_model(lm: Any) -> None:
     expected = lm().loglikelihood(pairs())
     again = lm()
-    again.scorer.score = None
+    again.backend.score = None
     assert again.loglikelihood(pairs()) == expected
 
 
@@ -133,15 +141,15 @@ def test_bos_tokens_are_counted_as_the_model_gets_them(
     requests = [Instance("loglikelihood", {}, (f"{text}the cat", " sees"), 0, ("task", 0, 1))]
     journaled = lm(tokenizer=tokenizer_factory(add_bos=add_bos))
     fed: list[list[int]] = []
-    call = journaled.inner.model.forward
+    call = journaled.backend.model.forward
 
     def spy(ids: torch.Tensor, **options: Any) -> Any:
         fed.extend(ids.tolist())
         return call(ids, **options)
 
-    monkeypatch.setattr(journaled.inner.model, "forward", spy)
+    monkeypatch.setattr(journaled.backend.model, "forward", spy)
     journaled.loglikelihood(requests)
-    assert journaled.counts.bos == {count}
+    assert [(one.bos, one.doubled) for one in journaled.book.asked.values()] == [([count], max(0, count - 1))]
     assert fed[0][:count] == [0] * count
     assert fed[0][count] != 0
 
@@ -152,9 +160,17 @@ def test_truncated_prompts_are_counted(lm: Any) -> None:
     journaled.loglikelihood(
         [Instance("loglikelihood", {}, (text, " red"), 0, ("task", at, 1)) for at, text in enumerate(["the", long])]
     )
-    assert journaled.counts.truncated == 1
+    tokens = len(journaled.tokenizer(long + " red").input_ids)
+    assert [one.cut for one in journaled.book.asked.values()] == [0, tokens - 17]
+    journaled = lm("generated", max_length=16)
     journaled.generate_until(single("generate_until", ["the", long], GREEDY))
-    assert journaled.counts.truncated == 2
+    assert [(one.cut, one.tokens) for one in journaled.book.asked.values()][1] == (len(journaled.tokenizer(long).input_ids) - 8, 8)
+
+
+def test_truncated_prompts_are_an_error_unless_they_are_allowed(lm: Any) -> None:
+    prompts = single("generate_until", ["the", "the cat sees the dog and the moon " * 3], GREEDY)
+    with pytest.raises(UserError, match="task: 1 of 2 prompts do not fit into 16 tokens together with their answers"):
+        lm(max_length=16, allow_truncated=False).generate_until(prompts)
 
 
 def test_a_prompt_that_just_fits_is_not_truncated(lm: Any, tiny_tokenizer: Any) -> None:
@@ -163,13 +179,13 @@ def test_a_prompt_that_just_fits_is_not_truncated(lm: Any, tiny_tokenizer: Any) 
     for max_length, truncated in ((length - 1, 0), (length - 2, 1)):  # the last token is scored, not fed
         journaled = lm(f"journals {max_length}", max_length=max_length)
         journaled.loglikelihood(request)
-        assert journaled.counts.truncated == truncated
+        assert [one.cut for one in journaled.book.asked.values()] == [truncated]
 
 
-def test_generations_at_the_limit_and_empty_ones_are_counted(lm: Any, tiny_tokenizer: Any, llama_factory: Any) -> None:
+def test_each_text_says_how_it_ended_and_how_long_it_is(lm: Any, tiny_tokenizer: Any, llama_factory: Any) -> None:
     model = llama_factory()
     cat, eos = tiny_tokenizer("cat").input_ids[-1], tiny_tokenizer.eos_token_id
-    for token, hit_cap, empty, generated in ((cat, 2, 0, 16), (eos, 0, 2, 2)):
+    for token, stop, text, generated in ((cat, "length", "cat" * 8, 8), (eos, "end_token", "", 1)):
         with torch.no_grad():
             model.lm_head.weight.zero_()
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(384))
@@ -178,9 +194,11 @@ def test_generations_at_the_limit_and_empty_ones_are_counted(lm: Any, tiny_token
         journaled = lm(f"journals {token}", model=model)
         prompts = single("generate_until", ["the", "a dog"], GREEDY)
         journaled.generate_until(prompts)
-        assert (journaled.counts.hit_cap, journaled.counts.empty) == (hit_cap, empty)
+        for number in range(2):
+            (found,) = journaled.generated["task", number]
+            assert (found.stop, found.text.replace(" ", ""), found.tokens) == (stop, text, generated)
         prompt_tokens = sum(len(tiny_tokenizer(request.args[0]).input_ids) for request in prompts)
-        assert journaled.counts.tokens == prompt_tokens + generated
+        assert journaled.tokens == prompt_tokens + 2 * generated
 
 
 def test_a_generation_ended_by_a_stop_text_did_not_hit_the_limit(
@@ -193,7 +211,7 @@ def test_a_generation_ended_by_a_stop_text_did_not_hit_the_limit(
         model.lm_head.bias[tiny_tokenizer("cat").input_ids[-1]] = 100.0
     journaled = lm(model=model)
     journaled.generate_until(single("generate_until", ["the"], {**GREEDY, "until": ["at"]}))
-    assert journaled.counts.hit_cap == 0
+    assert [one.stop for one in journaled.generated["task", 0]] == ["stop_string"]
 
 
 def test_no_room_for_a_prompt_is_an_error(lm: Any) -> None:
