@@ -13,20 +13,28 @@ from pathlib import Path
 
 import numpy as np
 
+from halfbyte.records.canary import CanaryRecord
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.fidelity import FidelityRecord
 from halfbyte.records.manifest import now
 from halfbyte.records.record import EvaluationRecord, Health, ModelSummary, find_records
-from halfbyte.reports.comparison import Comparison, FidelityResult, Flip, SubtaskResult, TaskResult
+from halfbyte.reports.bootstrap import ratio_interval, recovery
+from halfbyte.reports.comparison import Comparison, FidelityResult, Flip, NoiseFloor, SubtaskResult, TaskResult
 from halfbyte.reports.gate import judge
+from halfbyte.reports.loss import paired_loss
 from halfbyte.reports.pairing import Key, Pairs, pair
 from halfbyte.reports.policy import Policy
-from halfbyte.reports.statistics import ALPHA, Interval, paired_loss, ratio_interval
+from halfbyte.reports.power import spread
+from halfbyte.reports.statistics import ALPHA, FAIL_ALPHA, Interval, NoSpread, holm, t_interval
+from halfbyte.reports.waivers import latest_time, remember_time
 
 SHOWN_LOST = 50  # flipped questions kept of each task for reading; fewer of each where there are many tasks
 SHOWN_GAINED = 20
 SHOWN_IN_ALL = 400
+DEGRADED_ALPHA = 0.05
 _TOLERANCE = 1e-6
+# A second evaluation of the baseline asks the same with other seeds, in other batches.
+_REPEAT_DIFFERS = ("seeds",)
 
 Folders = Path | Sequence[Path]
 
@@ -37,6 +45,9 @@ def compare(
     policy: Policy | None = None,
     fidelity: FidelityRecord | None = None,
     tasks: Sequence[str] | None = None,
+    *,
+    canary: CanaryRecord | None = None,
+    repeat: Folders | None = None,
 ) -> Comparison:
     """Compares all tasks of two models; with a policy, judges them too.
 
@@ -46,26 +57,47 @@ def compare(
         policy: Gives the margins, the error level and the verdict; None compares without judging.
         fidelity: The candidate's fidelity against this baseline.
         tasks: Compare these tasks only; by default both sides must have the same ones.
+        canary: What the canary saw of the candidate.
+        repeat: Records of a second evaluation of the baseline, for the noise floor.
 
     Raises:
         UserError: when there is nothing to compare, when the sides are not comparable, when a side mixes models, and
             when the policy does not apply.
     """
     ours, theirs = _records(baseline), _records(candidate)
-    pairs = [pair(ours[task], theirs[task]) for task in _common_tasks(ours, theirs, tasks)]
+    allow, unknown = (policy.allow, policy.allow_unknown_template) if policy else ((), False)
+    pairs = [
+        pair(ours[task], theirs[task], allow, allow_unknown_template=unknown)
+        for task in _common_tasks(ours, theirs, tasks)
+    ]
     first = _one_model([one.baseline for one in pairs], "baseline")
     second = _one_model([one.candidate for one in pairs], "candidate")
-    alpha = policy.alpha if policy is not None else ALPHA
+    alpha, fail_alpha = (policy.alpha, policy.fail_alpha) if policy is not None else (ALPHA, FAIL_ALPHA)
+    noise = (
+        {}
+        if repeat is None
+        else _noise_floors(ours, _records(repeat), first, alpha, [one.baseline.task for one in pairs])
+    )
+    rows = _with_degraded([_task(one, alpha, fail_alpha, SHOWN_IN_ALL // len(pairs), noise) for one in pairs])
+    created, latest = now(), latest_time(record.created for one in pairs for record in (one.baseline, one.candidate))
+    if policy is not None and policy.waivers:
+        remember_time(latest)
     comparison = Comparison(
-        created=now(),
+        created=created,
+        not_before=latest,
         baseline=first,
         candidate=second,
         same_model=first.digest == second.digest,
-        tasks=[_task(one, alpha, SHOWN_IN_ALL // len(pairs)) for one in pairs],
+        tasks=rows,
+        degraded=[row.task for row in rows if row.p_degraded is not None and row.p_degraded < DEGRADED_ALPHA],
         fidelity=None if fidelity is None else _fidelity(fidelity, first, second, alpha),
+        canary_failure=None if canary is None else _canary_failure(canary, first, second),
+        allowed=list(
+            dict.fromkeys(f"{one.baseline.task}: {difference}" for one in pairs for difference in one.allowed)
+        ),
         packages={"baseline": pairs[0].baseline.packages, "candidate": pairs[0].candidate.packages},
         hardware={"baseline": pairs[0].baseline.hardware, "candidate": pairs[0].candidate.hardware},
-        notes=_notes(pairs),
+        notes=_notes(pairs) + _clock_notes(created, latest),
     )
     return comparison if policy is None else judge(comparison, policy)
 
@@ -109,40 +141,110 @@ def _one_model(records: list[EvaluationRecord], side: str) -> ModelSummary:
     return records[0].model
 
 
-def _task(pairs: Pairs, alpha: float, shown: int) -> TaskResult:
-    record = pairs.baseline
+def _canary_failure(canary: CanaryRecord, baseline: ModelSummary, candidate: ModelSummary) -> str | None:
+    if (canary.baseline_digest, canary.candidate.digest) != (baseline.digest, candidate.digest):
+        raise UserError(
+            f"the canary's record is of other models ({canary.candidate.name}, {canary.candidate.digest[:12]}) than "
+            f"the evaluations ({candidate.name}, {candidate.digest[:12]})",
+            "send the canary through this candidate",
+        )
+    return canary.failure
+
+
+def _noise_floors(
+    ours: dict[str, Path], repeats: dict[str, Path], model: ModelSummary, alpha: float
+) -> dict[str, NoiseFloor]:
+    """The noise floor of each task that the baseline was evaluated on twice."""
+    found = {}
+    for task in sorted(ours.keys() & repeats.keys()):
+        pairs = pair(ours[task], repeats[task], _REPEAT_DIFFERS)
+        if not pairs.same_model:
+            raise UserError(
+                f"the second evaluation of the baseline on {task} is of another model "
+                f"({pairs.candidate.model.name}, {pairs.candidate.model.digest[:12]}) than {model.name}",
+                "evaluate the baseline itself twice",
+            )
+        result = paired_loss(
+            pairs.baseline_values,
+            pairs.candidate_values,
+            higher_is_better=pairs.higher_is_better,
+            bounds=pairs.bounds,
+            alpha=alpha,
+        )
+        ends = (result.interval.low, result.interval.high) if result.interval else (result.loss, result.loss)
+        found[task] = NoiseFloor(
+            questions=result.questions,
+            lost=result.lost,
+            gained=result.gained,
+            loss=result.loss,
+            largest=max(abs(end) for end in ends),
+        )
+    return found
+
+
+def _with_degraded(rows: list[TaskResult]) -> list[TaskResult]:
+    """The rows with Holm's p of being worse: a claim on several tasks needs it, a verdict on all of them does not."""
+    known = [row.result.p_worse for row in rows if row.result.p_worse is not None]
+    adjusted = iter(holm(known).tolist() if known else [])
+    return [
+        row if row.result.p_worse is None else row.model_copy(update={"p_degraded": next(adjusted)}) for row in rows
+    ]
+
+
+def _task(pairs: Pairs, alpha: float, fail_alpha: float, shown: int, noise: dict[str, NoiseFloor]) -> TaskResult:
+    record, other = pairs.baseline, pairs.candidate
+    higher = pairs.higher_is_better
     result = paired_loss(
-        pairs.baseline_values, pairs.candidate_values, higher_is_better=pairs.higher_is_better, alpha=alpha
+        pairs.baseline_values,
+        pairs.candidate_values,
+        higher_is_better=higher,
+        bounds=pairs.bounds,
+        alpha=alpha,
+        fail_alpha=fail_alpha,
     )
-    recovery, interval = _recovery(pairs, alpha)
+    found, interval = recovery(pairs.baseline_values, pairs.candidate_values, higher_is_better=higher, alpha=alpha)
+    samples = max(part.repeats for part in record.fingerprint.subtasks.values())
+    between = None
+    if samples > 1 and pairs.bounds == (0, 1):
+        split = spread(pairs.baseline_values, pairs.candidate_values, samples)
+        between = {"between": split.between, "within": split.within}
     return TaskResult(
         task=record.task,
         metric=pairs.metric,
         filter=pairs.filter,
-        higher_is_better=pairs.higher_is_better,
+        higher_is_better=higher,
+        bounds=pairs.bounds,
+        samples=samples,
         result=result,
-        recovery=recovery,
+        recovery=found,
         recovery_interval=interval,
+        clustered=_clustered(pairs, alpha),
+        variances=between,
+        noise=noise.get(record.task),
+        baseline_length=pairs.lengths[0],
+        candidate_length=pairs.lengths[1],
+        baseline_seconds=record.seconds,
+        candidate_seconds=other.seconds,
+        baseline_tokens=record.tokens,
+        candidate_tokens=other.tokens,
         subtasks=_subtasks(pairs),
         flips=_flips(pairs, shown),
         settings=record.fingerprint,
         baseline_health=record.health,
-        candidate_health=pairs.candidate.health,
+        candidate_health=other.health,
         notes=_task_notes(pairs),
     )
 
 
-def _recovery(pairs: Pairs, alpha: float) -> tuple[float | None, Interval | None]:
-    """Candidate in percent of baseline, or the reverse where lower is better; nothing on scales that cross zero."""
-    top, bottom = pairs.candidate_values, pairs.baseline_values
-    if not pairs.higher_is_better:
-        top, bottom = bottom, top
-    if min(top.min(), bottom.min()) < 0 or bottom.mean() <= 0:
-        return None, None
-    found = ratio_interval(top, bottom, alpha)
-    if found is not None:
-        found = Interval(100 * found.low, 100 * found.high, found.level, found.method)
-    return 100 * float(top.mean() / bottom.mean()), found
+def _clustered(pairs: Pairs, alpha: float) -> Interval | None:
+    """The interval over subtasks as clusters: wider than over questions where whole subtasks got worse."""
+    if len(pairs.baseline.fingerprint.subtasks) < 2:
+        return None
+    losses = pairs.baseline_values - pairs.candidate_values
+    try:
+        return t_interval(losses if pairs.higher_is_better else -losses, alpha, [key[0] for key in pairs.keys])
+    except NoSpread:
+        return None
 
 
 def _worse(pairs: Pairs) -> tuple[list[Key], list[Key]]:
@@ -155,12 +257,15 @@ def _worse(pairs: Pairs) -> tuple[list[Key], list[Key]]:
 
 
 def _subtasks(pairs: Pairs) -> list[SubtaskResult]:
-    names = np.array([key[0] for key in pairs.keys])
     if len(pairs.baseline.fingerprint.subtasks) < 2:
         return []
-    lost, gained = _worse(pairs)
+    lost, gained = ({key[0]: 0 for key in pairs.keys} for _ in range(2))
+    for counts, keys in zip((lost, gained), _worse(pairs), strict=True):
+        for key in keys:
+            counts[key[0]] += 1
+    names = np.array([key[0] for key in pairs.keys])
     rows = []
-    for name in sorted(set(names.tolist())):
+    for name in sorted(lost):
         mask = names == name
         rows.append(
             SubtaskResult(
@@ -168,8 +273,8 @@ def _subtasks(pairs: Pairs) -> list[SubtaskResult]:
                 questions=int(mask.sum()),
                 baseline=float(pairs.baseline_values[mask].mean()),
                 candidate=float(pairs.candidate_values[mask].mean()),
-                lost=sum(key[0] == name for key in lost),
-                gained=sum(key[0] == name for key in gained),
+                lost=lost[name],
+                gained=gained[name],
             )
         )
     return rows
@@ -179,20 +284,23 @@ def _flips(pairs: Pairs, shown: int) -> list[Flip]:
     lost, gained = _worse(pairs)
     chosen = [("lost", key) for key in _spread(lost, min(SHOWN_LOST, max(1, 3 * shown // 4)))]
     chosen += [("gained", key) for key in _spread(gained, min(SHOWN_GAINED, max(1, shown // 4)))]
-    return [
-        Flip.model_validate(
-            {
-                "subtask": key[0],
-                "doc_id": key[2],
-                "change": change,
-                "question": pairs.answers[key][0].question,
-                "target": pairs.answers[key][0].target,
-                "baseline": pairs.answers[key][0].given,
-                "candidate": pairs.answers[key][1].given,
-            }
+    flips = []
+    for change, key in chosen:
+        ours, theirs = pairs.answers(key)
+        flips.append(
+            Flip.model_validate(
+                {
+                    "subtask": key[0],
+                    "doc_id": key[2],
+                    "change": change,
+                    "question": ours.question,
+                    "target": ours.target,
+                    "baseline": ours.given,
+                    "candidate": theirs.given,
+                }
+            )
         )
-        for change, key in chosen
-    ]
+    return flips
 
 
 def _spread(keys: list[Key], number: int) -> list[Key]:
@@ -217,9 +325,11 @@ def _task_notes(pairs: Pairs) -> list[str]:
 def _health_notes(health: Health) -> Iterable[str]:
     counts = (
         (health.truncated, "prompts were cut to fit"),
+        (health.doubled, "prompts hold a special token twice in a row"),
         (health.hit_cap, "answers ended at the token limit"),
         (health.empty, "answers are empty"),
         (health.unanswered, "answers hold nothing the filter could extract"),
+        (health.unexpected_stops, "answers ended neither by a stop, nor at the token limit"),
     )
     return [f"{number} {what}" for number, what in counts if number]
 
@@ -241,6 +351,14 @@ def _notes(pairs: list[Pairs]) -> list[str]:
         if one != other:
             notes.append(f"The sides were evaluated on different hardware ({name}: {one} and {other}).")
     return notes
+
+
+def _clock_notes(created: str, latest: str) -> list[str]:
+    if latest == created:
+        return []
+    return [
+        f"The clock says {created}, but a record or an earlier gate has seen {latest}: waivers go by the later time."
+    ]
 
 
 def _fidelity(record: FidelityRecord, baseline: ModelSummary, candidate: ModelSummary, alpha: float) -> FidelityResult:

@@ -9,12 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from halfbyte.records.files import read_as
 from halfbyte.records.record import Fingerprint, Health, ModelSummary
-from halfbyte.reports.policy import Policy
-from halfbyte.reports.statistics import Interval, PairedLoss
+from halfbyte.reports.loss import PairedLoss
+from halfbyte.reports.policy import Policy, Waiver
+from halfbyte.reports.statistics import Interval
 
 COMPARISON_FILE = "comparison.json"
-Word = Literal["pass", "fail", "inconclusive"]
-EXIT_CODES: dict[Word, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
+Word = Literal["pass", "fail", "inconclusive", "anomaly"]
+EXIT_CODES: dict[Word, int] = {"pass": 0, "fail": 1, "inconclusive": 3, "anomaly": 4}
 
 
 class _Strict(BaseModel):
@@ -31,8 +32,12 @@ class Judgement(_Strict):
     verdict: Word
     needed: int | None = None
     """Questions that would settle an inconclusive task with 80 % power if the measured rates are the true ones."""
+    samples_needed: int | None = None
+    """Samples a question that would do the same with the same questions; None where no number would."""
     reason: str | None = None
-    """Why it is inconclusive, where that is not the width of the interval."""
+    """What decided, where that is not the interval beside the margin."""
+    waiver: Waiver | None = None
+    """The waiver because of which it does not count."""
 
 
 class SubtaskResult(_Strict):
@@ -58,6 +63,17 @@ class Flip(_Strict):
     candidate: str
 
 
+class NoiseFloor(_Strict):
+    """What two evaluations of the baseline itself differ by: the flips that no quantization made."""
+
+    questions: int
+    lost: int
+    gained: int
+    loss: float
+    largest: float
+    """The end of the loss's interval that is farther from 0: what may be noise."""
+
+
 class TaskResult(_Strict):
     """One task: a row of the accuracy-loss table."""
 
@@ -65,10 +81,30 @@ class TaskResult(_Strict):
     metric: str
     filter: str
     higher_is_better: bool
+    bounds: tuple[float, float] | None
+    """Smallest and largest value of one question by the metric's definition; None where it has none."""
+    samples: int
+    """Texts drawn for each question."""
     result: PairedLoss
     recovery: float | None
     """Candidate in percent of baseline, 100 when nothing is lost; None where the ratio says nothing."""
     recovery_interval: Interval | None
+    p_degraded: float | None = None
+    """Holm's adjusted p of being worse, among all tasks of the comparison; None where nothing varies."""
+    clustered: Interval | None = None
+    """Of a group: the interval if its subtasks, too, are a sample of many; advisory."""
+    variances: dict[str, float] | None = None
+    """With several samples a question: the variances `between` questions and `within` one."""
+    noise: NoiseFloor | None = None
+    baseline_length: float | None = None
+    """Mean tokens of a generated text; None where nothing is generated or nothing is known."""
+    candidate_length: float | None = None
+    baseline_seconds: float
+    """Of the evaluation, on that side's hardware."""
+    candidate_seconds: float
+    baseline_tokens: int
+    """Prompt tokens scored plus tokens generated."""
+    candidate_tokens: int
     subtasks: list[SubtaskResult]
     """Of a group; empty for a single task."""
     flips: list[Flip]
@@ -78,6 +114,12 @@ class TaskResult(_Strict):
     candidate_health: Health
     notes: list[str]
     judgement: Judgement | None = None
+    """None without a policy, and where it names no margin for an advisory task."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether its answers are generated texts."""
+        return any(one.generation is not None for one in self.settings.subtasks.values())
 
 
 class FidelityResult(_Strict):
@@ -100,6 +142,43 @@ class FidelityResult(_Strict):
     judgement: Judgement | None = None
 
 
+class Layer(_Strict):
+    """One line of the quantization's layer table: layers of the same name but for their number, with one format."""
+
+    name: str
+    """With a * where the numbers were."""
+    format: str
+    """As stored: NVFP4, FP8, BF16, ..."""
+    layers: int
+    bytes: int
+    """Of their weights and scales."""
+
+
+class PublishedCell(_Strict):
+    """One published figure beside ours, both in the published unit."""
+
+    benchmark: str
+    row: str
+    value: float | None
+    """None where it was not published or not seen."""
+    ours: float | None
+    """None where we measured nothing of the kind."""
+    difference: float | None
+
+
+class PublishedTable(_Strict):
+    """A published table beside ours."""
+
+    id: str
+    model: str | None
+    unit: str
+    source: list[str]
+    seen: str
+    """primary, mirror, secondary or translation: how surely it was seen."""
+    settings: str
+    cells: list[PublishedCell]
+
+
 class Verdict(_Strict):
     """What was decided and why; written as verdict.json."""
 
@@ -109,7 +188,7 @@ class Verdict(_Strict):
     policy: str
     release_evidence: bool
     decided_by: str
-    """The task that decided, or "perplexity"."""
+    """The task that decided, or "perplexity", or "canary"."""
     sentence: str
     next_step: str
 
@@ -117,17 +196,32 @@ class Verdict(_Strict):
 class Comparison(_Strict):
     """One candidate beside its baseline."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     created: str
+    not_before: str
+    """The latest time that the records or an earlier gate have seen: a waiver is not younger than that."""
     baseline: ModelSummary
     candidate: ModelSummary
     same_model: bool
     """Both sides are one model: the table shows the noise floor."""
     tasks: list[TaskResult] = Field(min_length=1)
+    degraded: list[str] = Field(default_factory=list)
+    """Tasks that are worse beyond chance, at 5 % for all of them together (Holm)."""
     fidelity: FidelityResult | None = None
+    canary_failure: str | None = None
+    """What the canary found wrong with the candidate."""
+    allowed: list[str] = Field(default_factory=list)
+    """Differences between the sides that the policy allows, as sentences."""
+    waivers: list[str] = Field(default_factory=list)
+    """Waivers applied and not applied, as sentences."""
     policy: Policy | None = None
     verdict: Verdict | None = None
     """None where no policy was asked for."""
+    published: list[PublishedTable] = Field(default_factory=list)
+    layers: list[Layer] = Field(default_factory=list)
+    """How the candidate is quantized; empty where its checkpoint is not at hand."""
+    manifest: dict[str, Any] | None = None
+    """What made the candidate; None where that is not at hand."""
     packages: dict[str, dict[str, str | None]]
     """Package versions of "baseline" and "candidate"."""
     hardware: dict[str, dict[str, Any]]
@@ -137,7 +231,7 @@ class Comparison(_Strict):
 class ComparisonFile(_Strict):
     """comparison.json: one or several candidates beside one baseline."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     comparisons: list[Comparison] = Field(min_length=1)
 
 

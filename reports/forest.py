@@ -18,11 +18,18 @@ from halfbyte.reports.comparison import Comparison, TaskResult
 from halfbyte.reports.tables import labels, row_word
 
 # The colours drawn stand for custom properties of the page, so that one drawing serves a light and a dark page.
-INK, MUTED, GRID, PASS, FAIL, OPEN, UNJUDGED = (f"#0a0b{i:02x}" for i in range(7))
+INK, MUTED, GRID, PASS, FAIL, OPEN, UNJUDGED, ODD = (f"#0a0b{i:02x}" for i in range(8))
 _PROPERTIES = {
     INK: "ink", MUTED: "muted", GRID: "line", PASS: "pass", FAIL: "fail", OPEN: "inconclusive", UNJUDGED: "accent",
+    ODD: "anomaly",
 }  # fmt: skip
-_MARKS = {"pass": (PASS, "o"), "fail": (FAIL, "s"), "inconclusive": (OPEN, "D"), None: (UNJUDGED, "o")}
+_MARKS = {
+    "pass": (PASS, "o"),
+    "fail": (FAIL, "s"),
+    "inconclusive": (OPEN, "D"),
+    "anomaly": (ODD, "X"),
+    None: (UNJUDGED, "o"),
+}
 _WIDTH = 10.4  # inches at 72 points
 _ROW = 0.36
 

@@ -1,13 +1,11 @@
-"""The gate: judges each task of a comparison by a policy and says in one sentence what decided."""
+"""The gate: judges each task of a comparison by a policy, and the comparison by its tasks."""
 
 from __future__ import annotations
 
-from scipy.stats import binomtest
-
 from halfbyte.records.errors import UserError
+from halfbyte.records.record import Health
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import (
-    EXIT_CODES,
     Comparison,
     FidelityResult,
     Judgement,
@@ -16,20 +14,24 @@ from halfbyte.reports.comparison import (
     Word,
 )
 from halfbyte.reports.policy import Policy
-from halfbyte.reports.statistics import Interval, questions_to_settle
+from halfbyte.reports.power import Spread, fewest_questions, questions_to_settle, samples_needed
+from halfbyte.reports.statistics import Interval, holm, wilson_interval
+from halfbyte.reports.verdict import PERPLEXITY, verdict
+from halfbyte.reports.waivers import refuse_unknown_tasks, sentences, waiver_of
 
-PERPLEXITY = "perplexity"
-_AT_THE_FLOOR = "the baseline is too near to chance to lose more than is tolerated, so the task cannot show a loss"
+AT_THE_FLOOR = "the baseline is too near to chance to lose more than is tolerated, so the task cannot show a loss"
 MIN_WINDOWS = 20  # a percentile bootstrap over fewer promises more than it keeps
+_ORDER: tuple[Word, ...] = ("anomaly", "fail", "inconclusive", "pass")
+_MIN_TEXTS = 20  # shares of fewer texts say nothing
 
 
-def word_of(interval: Interval | None, margin: float) -> Word:
+def word_of(interval: Interval | None, wide: Interval | None, margin: float) -> Word:
     """Pass when the loss is proven below the margin, fail when proven above it, else inconclusive."""
-    if interval is None:
+    if interval is None or wide is None:
         return "inconclusive"
     if interval.high < margin:
         return "pass"
-    return "fail" if interval.low > margin else "inconclusive"
+    return "fail" if wide.low > margin else "inconclusive"
 
 
 def judge(comparison: Comparison, policy: Policy) -> Comparison:
@@ -37,29 +39,55 @@ def judge(comparison: Comparison, policy: Policy) -> Comparison:
 
     Raises:
         UserError: when the policy does not apply: a limit it does not allow, primary tasks that were not evaluated,
-            perplexity without a fidelity record, or intervals made for another alpha.
+            a metric without a margin, perplexity without a fidelity record, a noise floor without a second baseline,
+            waivers of tasks that are not there, or intervals made for another error.
     """
     _refuse_what_does_not_apply(comparison, policy)
-    tasks = [row.model_copy(update={"judgement": _judge_task(row, policy)}) for row in comparison.tasks]
+    better = _better_beyond_chance(comparison, policy)
+    tasks = []
+    for row in comparison.tasks:
+        judgement = _judge_task(row, policy, better=row.task in better)
+        if judgement is not None:
+            judgement = _waived(judgement, row.task, comparison, policy)
+        tasks.append(row.model_copy(update={"judgement": judgement}))
     fidelity = comparison.fidelity
     if fidelity is not None:
-        fidelity = fidelity.model_copy(update={"judgement": _judge_perplexity(fidelity, policy)})
-    judged = comparison.model_copy(update={"tasks": tasks, "fidelity": fidelity, "policy": policy})
-    return judged.model_copy(update={"verdict": _verdict(judged, policy)})
+        judgement_of_it = _judge_perplexity(fidelity, policy)
+        if judgement_of_it is not None:
+            judgement_of_it = _waived(judgement_of_it, PERPLEXITY, comparison, policy)
+        fidelity = fidelity.model_copy(update={"judgement": judgement_of_it})
+    judgements = [row.judgement for row in tasks] + ([fidelity.judgement] if fidelity else [])
+    applied = [one.waiver for one in judgements if one is not None and one.waiver is not None]
+    judged = comparison.model_copy(
+        update={
+            "tasks": tasks,
+            "fidelity": fidelity,
+            "policy": policy,
+            "waivers": sentences(policy, applied, comparison.candidate.digest, comparison.not_before),
+        }
+    )
+    deciding = [one for one in judgements if one is not None and one.primary]
+    if all(one.waiver is not None for one in deciding):
+        raise UserError(
+            f"policy '{policy.name}' waives every task that decides, so nothing would",
+            "remove a waiver; a release on waivers alone is a decision for people",
+        )
+    word = worst([one.verdict for one in deciding if one.waiver is None])
+    return judged.model_copy(update={"verdict": verdict(judged, policy, word)})
 
 
 def decide(comparison: Comparison, policy: Policy) -> Verdict:
     """The verdict of a policy on a comparison; raises as `judge` does."""
-    verdict = judge(comparison, policy).verdict
-    assert verdict is not None
-    return verdict
+    found = judge(comparison, policy).verdict
+    assert found is not None
+    return found
 
 
 def worst(words: list[Word]) -> Word:
-    """The verdict on several candidates together: fail over inconclusive over pass."""
+    """The verdict on several together: anomaly over fail over inconclusive over pass."""
     if not words:
         raise ValueError("no verdicts")
-    return next(word for word in ("fail", "inconclusive", "pass") if word in words)
+    return next(word for word in _ORDER if word in words)
 
 
 def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
@@ -72,14 +100,22 @@ def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
                 f"{', '.join(missing) or 'nothing'} was not evaluated (evaluated: {', '.join(evaluated)})",
                 "evaluate the missing tasks on both sides",
             )
+    refuse_unknown_tasks(policy, [*evaluated, PERPLEXITY])
     for row in comparison.tasks:
         if policy.decides(row.task):
             policy.refuse_limit(row.task, row.settings.limit)
-        if row.result.interval is not None and abs(row.result.interval.level - (1 - 2 * policy.alpha)) > 1e-12:
+        for interval, alpha in ((row.result.interval, policy.alpha), (row.result.wide, policy.fail_alpha)):
+            if interval is not None and abs(interval.level - (1 - 2 * alpha)) > 1e-12:
+                raise UserError(
+                    f"the comparison was made for an alpha of {(1 - interval.level) / 2:g}, policy '{policy.name}' has "
+                    f"{alpha:g}",
+                    "compare again with this policy",
+                )
+        if policy.noise_floor and policy.decides(row.task) and row.noise is None:
             raise UserError(
-                f"the comparison was made for an alpha of {(1 - row.result.interval.level) / 2:g}, policy "
-                f"'{policy.name}' has {policy.alpha:g}",
-                "compare again with this policy",
+                f"policy '{policy.name}' takes the noise floor for its margin, and the baseline was evaluated once on "
+                f"{row.task}",
+                "evaluate it twice: halfbyte eval BASELINE --repeat-baseline",
             )
     if policy.perplexity_margin is not None and comparison.fidelity is None:
         raise UserError(
@@ -88,158 +124,174 @@ def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
         )
 
 
-def _judge_task(row: TaskResult, policy: Policy) -> Judgement:
-    margin = policy.margin_of(row.task)
-    word, reason = word_of(row.result.interval, margin), row.result.no_interval
-    if row.higher_is_better and row.result.mcnemar_p is not None and _above_chance(row, policy.alpha) <= margin:
-        word, reason = "inconclusive", _AT_THE_FLOOR
+def _better_beyond_chance(comparison: Comparison, policy: Policy) -> set[str]:
+    """Tasks on which the candidate is better than luck among all of them would make it (Holm)."""
+    rows = [(row.task, row.result.p_better) for row in comparison.tasks if row.result.p_better is not None]
+    if policy.better_alpha is None or not rows:
+        return set()
+    adjusted = holm([p for _, p in rows])
+    return {task for (task, _), p in zip(rows, adjusted.tolist(), strict=True) if p < policy.better_alpha}
+
+
+def _waived(judgement: Judgement, task: str, comparison: Comparison, policy: Policy) -> Judgement:
+    """A fail or an open task may be waived for a while; an anomaly was not measured, so there is nothing to waive."""
+    if judgement.verdict not in ("fail", "inconclusive"):
+        return judgement
+    found = waiver_of(policy, task, comparison.candidate.digest, comparison.not_before)
+    return judgement.model_copy(update={"waiver": found})
+
+
+def _judge_task(row: TaskResult, policy: Policy, *, better: bool) -> Judgement | None:
+    """None for an advisory task that the policy has no margin for."""
+    primary = policy.decides(row.task)
+    margin = _ratio_margin(row, policy) if policy.ratio is not None else _margin(row, policy, primary)
+    if margin is None:
+        return None
+    word, reason = _by_rule(row, policy, margin)
+    anomaly = _broken(row, policy) or (_TOO_GOOD if better else None)
+    if anomaly is not None:
+        word, reason = "anomaly", anomaly
+    open_ = word == "inconclusive" and reason is None
     return Judgement(
         margin=margin,
-        primary=policy.decides(row.task),
+        primary=primary,
         verdict=word,
-        needed=questions_to_settle(row.result, margin, policy.alpha) if word == "inconclusive" and not reason else None,
+        needed=questions_to_settle(row.result, margin, policy.alpha) if open_ else None,
+        samples_needed=_more_samples(row, margin, policy.alpha) if open_ else None,
         reason=reason,
     )
 
 
-def _above_chance(row: TaskResult, alpha: float) -> float:
-    """How much a 0/1 baseline can lose before it answers at random.
+_TOO_GOOD = "the candidate is better than its baseline beyond chance, which quantization does not explain"
 
-    With a known chance level this is a lower bound (Wilson), since a baseline may be above chance by luck.
+
+def _margin(row: TaskResult, policy: Policy, primary: bool) -> float | None:
+    """The margin in the metric's units; None where an advisory task has none."""
+    try:
+        margin = policy.margin_of(row.task, row.metric, row.bounds)
+    except UserError:
+        if primary:
+            raise
+        return None
+    if policy.noise_floor and row.noise is not None:
+        return max(margin, row.noise.largest)
+    return margin
+
+
+def _ratio_margin(row: TaskResult, policy: Policy) -> float | None:
+    """The loss at which the candidate's score is just `ratio` of the baseline's."""
+    assert policy.ratio is not None
+    if row.recovery is None or row.result.baseline <= 0:
+        if policy.decides(row.task):
+            raise UserError(
+                f"policy '{policy.name}' decides by a ratio, and {row.metric} of {row.task} has a scale that crosses "
+                "zero, or a baseline of 0",
+                "take a policy with margins in the metric's own units",
+            )
+        return None
+    kept = policy.ratio if row.higher_is_better else 1 / policy.ratio
+    return abs(row.result.baseline * (1 - kept))
+
+
+def _by_rule(row: TaskResult, policy: Policy, margin: float) -> tuple[Word, str | None]:
+    """The verdict, and why where that is not the interval beside the margin."""
+    result = row.result
+    if policy.ratio is not None:
+        return _by_ratio(row, policy)
+    if result.interval is None or result.wide is None:
+        return "inconclusive", result.no_interval
+    if policy.rule == "two-sided" and result.interval.low <= -margin:
+        if result.wide.high < -margin:
+            return "anomaly", _TOO_GOOD
+        return "inconclusive", "the candidate may be better than its baseline by more than the bounds allow"
+    word = word_of(result.interval, result.wide, margin)
+    if row.higher_is_better and row.bounds == (0, 1) and word != "fail" and _above_chance(row, policy.alpha) <= margin:
+        return "inconclusive", AT_THE_FLOOR
+    if word == "pass" and row.bounds is not None:
+        fewest = fewest_questions(margin, policy.alpha, row.bounds[1] - row.bounds[0])
+        if result.questions < fewest:  # it passed by gaining questions, which is luck
+            return "inconclusive", (
+                f"{figures.count(result.questions)} questions are too few for a margin of {figures.figure(margin)}: a "
+                f"candidate without a single flip would need {figures.count(fewest)}"
+            )
+    return word, None
+
+
+def _by_ratio(row: TaskResult, policy: Policy) -> tuple[Word, str | None]:
+    """MLPerf's rule on point estimates; a score below it that chance explains is open."""
+    assert policy.ratio is not None
+    result, bounds = row.result, policy.length_ratio
+    if bounds is not None and row.generates:
+        if row.baseline_length is None or row.candidate_length is None or row.baseline_length == 0:
+            return "inconclusive", "the records do not say how long the generated texts are"
+        length = row.candidate_length / row.baseline_length
+        if not bounds[0] <= length <= bounds[1]:
+            return "fail", (
+                f"its texts have {figures.figure(row.candidate_length, 1)} tokens on average, "
+                f"{figures.figure(length)} of the baseline's {figures.figure(row.baseline_length, 1)}, where "
+                f"{bounds[0]:g} to {bounds[1]:g} is tolerated"
+            )
+    low, high = (result.candidate, result.baseline) if row.higher_is_better else (result.baseline, result.candidate)
+    if low >= policy.ratio * high:
+        return "pass", None
+    found = row.recovery_interval
+    if found is None or found.high >= 100 * policy.ratio:
+        return "inconclusive", None
+    return "fail", None
+
+
+def _broken(row: TaskResult, policy: Policy) -> str | None:
+    """What makes the score of a task no measurement: texts cut at the limit, or answers that cannot be read."""
+    sides = (("baseline", row.baseline_health), ("candidate", row.candidate_health))
+    for side, health in sides:
+        texts = _texts(row, health)
+        if health.hit_cap is not None and texts >= _MIN_TEXTS and health.hit_cap > policy.max_cap_hits * texts:
+            return (
+                f"{figures.count(health.hit_cap)} of {figures.count(texts)} texts of the {side} were cut at the token "
+                f"limit, where {figures.share(policy.max_cap_hits)} is tolerated"
+            )
+    ours, theirs = row.baseline_health, row.candidate_health
+    if ours.unanswered is not None and theirs.unanswered is not None and _texts(row, theirs) >= _MIN_TEXTS:
+        before, after = ours.unanswered / _texts(row, ours), theirs.unanswered / _texts(row, theirs)
+        if after - before > policy.max_unanswered_rise:
+            return (
+                f"no answer was found in {figures.share(after)} of the candidate's texts, and in "
+                f"{figures.share(before)} of the baseline's"
+            )
+    return None
+
+
+def _texts(row: TaskResult, health: Health) -> int:
+    return health.samples or row.result.questions * row.samples
+
+
+def _more_samples(row: TaskResult, margin: float, alpha: float) -> int | None:
+    if row.variances is None:
+        return None
+    found = Spread(row.variances["between"], row.variances["within"], row.samples)
+    needed = samples_needed(found, row.result.questions, margin - row.result.loss, margin, alpha)
+    return needed if needed is not None and needed > row.samples else None
+
+
+def _above_chance(row: TaskResult, alpha: float) -> float:
+    """How much a baseline can lose before it answers at random.
+
+    A lower bound (Wilson's, with each question counted once), since a baseline may be above chance by luck.
     """
     parts = row.settings.subtasks.values()
-    if not row.metric.startswith("acc") or any(part.chance is None for part in parts):
-        return row.result.baseline
     chance = sum((part.chance or 0.0) * part.questions for part in parts) / sum(part.questions for part in parts)
+    if not row.metric.startswith("acc"):
+        chance = 0.0
     right = round(row.result.baseline * row.result.questions)
-    interval = binomtest(right, row.result.questions).proportion_ci(1 - 2 * alpha, method="wilson")
-    return float(interval.low) - chance
+    return wilson_interval(right, row.result.questions, alpha).low - chance
 
 
 def _judge_perplexity(fidelity: FidelityResult, policy: Policy) -> Judgement | None:
     margin = policy.perplexity_margin
     if margin is None:
         return None
-    word = word_of(fidelity.ratio_interval, 1 + margin)
+    word = word_of(fidelity.ratio_interval, fidelity.ratio_interval, 1 + margin)
     reason = None if fidelity.ratio_interval else "the windows carry no interval"
     if fidelity.windows < MIN_WINDOWS:
         word, reason = "inconclusive", f"{fidelity.windows} windows are too few, {MIN_WINDOWS} are needed"
     return Judgement(margin=margin, primary=True, verdict=word, reason=reason)
-
-
-def _verdict(comparison: Comparison, policy: Policy) -> Verdict:
-    rows = [(row, row.judgement) for row in comparison.tasks if row.judgement and row.judgement.primary]
-    words: list[Word] = [judgement.verdict for _, judgement in rows]
-    perplexity = comparison.fidelity.judgement if comparison.fidelity else None
-    if perplexity is not None:
-        words.append(perplexity.verdict)
-    word = worst(words)
-    label = figures.model_label(comparison.candidate)
-    deciding = [(row, judgement) for row, judgement in rows if judgement.verdict == word]
-    if deciding:
-        # the task that decides: nearest to its margin on a pass, farthest beyond it otherwise
-        row, judgement = max(deciding, key=lambda pair: _strain(*pair))
-        decided_by, sentence, step = row.task, *_say(label, row, judgement, policy, len(words))
-    else:
-        assert comparison.fidelity is not None
-        assert perplexity is not None
-        decided_by, sentence, step = PERPLEXITY, *_say_perplexity(label, comparison.fidelity, perplexity)
-    if word != "pass" and len(words) > 1:
-        sentence += f" Of {len(words)} deciding tasks {_counted(words)}."
-    if comparison.same_model:
-        step = "Both sides are the same model, so this shows the noise floor: compare a candidate next."
-    return Verdict(
-        verdict=word,
-        exit_code=EXIT_CODES[word],
-        candidate=label,
-        policy=policy.name,
-        release_evidence=policy.release_evidence,
-        decided_by=decided_by,
-        sentence=sentence,
-        next_step=step,
-    )
-
-
-def _counted(words: list[Word]) -> str:
-    """How many tasks ended how: "1 fails, 2 are inconclusive"."""
-    verbs: dict[Word, tuple[str, str]] = {
-        "fail": ("fails", "fail"),
-        "inconclusive": ("is inconclusive", "are inconclusive"),
-        "pass": ("passes", "pass"),
-    }
-    counts = ((words.count(word), forms) for word, forms in verbs.items())
-    return ", ".join(f"{count} {forms[count > 1]}" for count, forms in counts if count)
-
-
-def _strain(row: TaskResult, judgement: Judgement) -> float:
-    """The end of the interval that decides, in margins."""
-    found = row.result.interval
-    if found is None or judgement.reason:
-        return float("inf")
-    return (found.low if judgement.verdict == "fail" else found.high) / judgement.margin
-
-
-def _say(label: str, row: TaskResult, judgement: Judgement, policy: Policy, tasks: int) -> tuple[str, str]:
-    result, found, margin = row.result, row.result.interval, judgement.margin
-    change = f"{'gained' if result.loss < 0 else 'lost'} {figures.figure(abs(result.loss))}"
-    seen = (
-        f"{label} {change} {row.metric} on {row.task} ({figures.figure(result.baseline)} to "
-        f"{figures.figure(result.candidate)}; of {figures.count(result.questions)} questions "
-        f"{figures.count(result.lost)} lost, {figures.count(result.gained)} gained)"
-    )
-    if judgement.reason == _AT_THE_FLOOR:
-        return f"{seen}, which is no evidence: {judgement.reason}.", "Evaluate a task that the baseline can do."
-    if found is None:
-        return (
-            f"{seen}, and no confidence interval can be given: {result.no_interval}.",
-            "Evaluate on more questions, or on a task whose questions have 0/1 outcomes.",
-        )
-    high, limit = figures.apart(found.high, margin)
-    low, same_limit = figures.apart(found.low, margin)
-    sure = figures.level(1 - policy.alpha)
-    if judgement.verdict == "fail":
-        return (
-            f"{seen}: a loss of at least {low} with {sure} confidence, where {same_limit} is tolerated.",
-            "Do not release it. Read the lost questions, then quantize less (another recipe, more layers kept in "
-            "higher precision) and run again.",
-        )
-    if judgement.verdict == "pass":
-        others = {1: "", 2: "; the other deciding task is farther from its margin"}.get(
-            tasks, f"; the other {tasks - 1} deciding tasks are farther from their margins"
-        )
-        return (
-            f"{seen}: a loss of at most {high} with {sure} confidence, where {limit} is tolerated{others}.",
-            f"It may be released under policy '{policy.name}'."
-            if policy.release_evidence
-            else "This was a smoke test and is no evidence for a release: run real benchmarks under policy 'release'.",
-        )
-    return (
-        f"{seen}, which is not enough evidence: the loss may be anything from {figures.figure(found.low)} to {high}, "
-        f"where {limit} is tolerated.",
-        _next_step(row, judgement),
-    )
-
-
-def _next_step(row: TaskResult, judgement: Judgement) -> str:
-    if row.settings.limit is not None:
-        more = f"evaluate without the limit of {figures.count(row.settings.limit)}"
-    else:
-        more = "evaluate a larger task of the same kind, or sample each question several times"
-    if judgement.needed is None:
-        if row.settings.limit is None:
-            more = "evaluate another task"
-        return f"The measured loss lies on the margin, where more questions like these seldom settle it: {more}."
-    return f"About {figures.rounded_up(judgement.needed)} questions like these would settle it: {more}."
-
-
-def _say_perplexity(label: str, fidelity: FidelityResult, judgement: Judgement) -> tuple[str, str]:
-    seen = (
-        f"perplexity went from {figures.figure(fidelity.baseline_perplexity)} to "
-        f"{figures.figure(fidelity.candidate_perplexity)} (lower is better), a ratio of "
-        f"{figures.figure(fidelity.ratio)} [{figures.interval(fidelity.ratio_interval)}], where "
-        f"{figures.figure(1 + judgement.margin)} is tolerated"
-    )
-    if judgement.verdict == "fail":
-        return f"{label} loses too much: {seen}.", "Do not release it. Quantize less and run again."
-    reason = f" ({judgement.reason})" if judgement.reason else ""
-    return f"There is not enough evidence on {label}: {seen}{reason}.", "Measure fidelity on a longer text."

@@ -89,6 +89,7 @@ def _card(label: str, comparison: Comparison) -> dict[str, str]:
         "pass": "May be released" if verdict.release_evidence else "Smoke test passed",
         "fail": "Do not release",
         "inconclusive": "Not enough evidence",
+        "anomaly": "Something is broken",
     }
     return {
         "kind": verdict.verdict,

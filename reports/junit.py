@@ -15,7 +15,7 @@ _ILLEGAL = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # 
 
 
 def junit(comparisons: Sequence[Comparison]) -> str:
-    """A failed task is a failure, an inconclusive one an error, an advisory one is skipped unless it passes.
+    """A failed task is a failure, an open one or an anomaly an error, an advisory or waived one skipped if it fails.
 
     Raises:
         UserError: when there is no comparison, or one was not judged.
@@ -28,7 +28,8 @@ def junit(comparisons: Sequence[Comparison]) -> str:
             raise UserError(f"the comparison of {label} was not judged", "compare with a policy")
         suite = ElementTree.SubElement(suites, "testsuite", name=f"{label} ({one.policy.name})", timestamp=one.created)
         for row in one.tasks:
-            assert row.judgement is not None
+            if row.judgement is None:
+                continue
             text = (
                 f"loss {figures.figure(row.result.loss)}, interval {figures.interval(row.result.interval)}, "
                 f"margin {figures.figure(row.judgement.margin)}"
@@ -56,6 +57,8 @@ def _case(suite: ElementTree.Element, label: str, name: str, judgement: Judgemen
         return
     if not judgement.primary:
         kind, text = "skipped", f"advisory {judgement.verdict}: {text}"
+    elif judgement.waiver is not None:
+        kind, text = "skipped", f"waived {judgement.verdict} ({judgement.waiver.by}): {text}"
     else:
         kind = "failure" if judgement.verdict == "fail" else "error"
     ElementTree.SubElement(case, kind, message=_legal(text), type=judgement.verdict)

@@ -1,39 +1,36 @@
-"""Pairing: two records of one task, question by question, or the first thing that makes them incomparable."""
+"""Pairing: two records of one task, question by question, or everything that makes them incomparable."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from halfbyte.records.errors import UserError
-from halfbyte.records.record import EvaluationRecord, Fingerprint, Sample, load_record, read_samples
+from halfbyte.records.record import EvaluationRecord, load_record
+from halfbyte.records.samples import Line, scan_lines, whole_line
 from halfbyte.reports.answers import Answer, read_answer
+from halfbyte.reports.differences import (
+    SAME,
+    Difference,
+    Incomparable,
+    differences,
+    incomparable,
+    other_question,
+    short,
+)
+from halfbyte.reports.metrics import definition
 from halfbyte.reports.statistics import Array
 
 Key = tuple[str, str, int]
-_SAME = "evaluate both sides with the same tasks and settings"
-_CONTENT = ("questions", "documents", "prompts", "targets")
-_EXCERPT = 160
+UNKNOWN = "unknown"
+"""A fingerprint's chat_template where the server did not say which one it applied."""
 _MEAN_TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One setting in which two records differ."""
-
-    setting: str
-    baseline: str
-    candidate: str
-    content: bool = False
-    """Whether the questions themselves differ; then the first differing question says more than this digest."""
-
-    def __str__(self) -> str:
-        return f"{self.setting} is {self.baseline} in the baseline and {self.candidate} in the candidate"
+# A setting that changes what is asked changes the prompts' digests as well.
+_CHANGES_PROMPTS = {"chat_template", "system_prompt", "num_fewshot", "prompts", "seeds"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,81 +42,102 @@ class Pairs:
     metric: str
     filter: str
     higher_is_better: bool
+    bounds: tuple[float, float] | None
+    """Of one question's value, by the metric's definition."""
     keys: list[Key]
     """(subtask, filter, doc_id) of each question, sorted."""
     baseline_values: Array
     candidate_values: Array
-    answers: dict[Key, tuple[Answer, Answer]]
-    """What both sides answered, cut to what a reader needs; only for questions whose values differ."""
+    lengths: tuple[float | None, float | None]
+    """Mean tokens of a generated text on both sides; None where nothing is generated or nothing is known."""
+    lines: dict[Key, tuple[Line, Line]]
+    """Where both sides' answers to the questions are whose values differ."""
+    allowed: list[Difference]
+    """What the sides differ in with the policy's permission."""
 
     @property
     def same_model(self) -> bool:
         """Whether both records are of one model, which measures the noise floor and no loss."""
         return self.baseline.model.digest == self.candidate.model.digest
 
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    doc_hash: str
-    prompt_hash: str
-    target_hash: str
-    value: float | None
-    """None for a filter that is not the primary one."""
-    answer: Answer | None
+    def answers(self, key: Key) -> tuple[Answer, Answer]:
+        """What both sides answered to a question whose values differ, cut to what a reader needs."""
+        ours, theirs = (read_answer(whole_line(line), self.metric) for line in self.lines[key])
+        return ours, theirs
 
 
-def differences(baseline: Fingerprint, candidate: Fingerprint) -> Iterator[Difference]:
-    """What two fingerprints disagree on, the settings a person chose first and digests of questions last."""
-    ours, theirs = baseline.model_dump(mode="json"), candidate.model_dump(mode="json")
-    subtasks, other = ours.pop("subtasks"), theirs.pop("subtasks")
-    for name, value in ours.items():
-        if value != theirs[name]:
-            yield Difference(name, _short(value), _short(theirs[name]))
-    if subtasks.keys() != other.keys():
-        yield Difference("the list of subtasks", _short(sorted(subtasks)), _short(sorted(other)))
-    for content in (False, True):
-        for subtask in sorted(subtasks.keys() & other.keys()):
-            for name, value in subtasks[subtask].items():
-                if (name in _CONTENT) == content and value != other[subtask][name]:
-                    yield Difference(f"{name} of {subtask}", _short(value), _short(other[subtask][name]), content)
-
-
-def pair(baseline: Path, candidate: Path) -> Pairs:
+def pair(
+    baseline: Path, candidate: Path, allow: Collection[str] = (), *, allow_unknown_template: bool = False
+) -> Pairs:
     """Pairs the questions of two record folders of one task.
 
+    Args:
+        baseline: A record's folder.
+        candidate: Another one's.
+        allow: Settings in which the two may differ.
+        allow_unknown_template: Whether a server may have applied a chat template that it does not name.
+
     Raises:
-        UserError: when they are not comparable (names the first difference), when questions are missing, extra or
-            there twice, and when a value is missing, NaN or infinite.
+        Incomparable: a UserError with every setting side by side, or with the first differing question as a diff.
+        UserError: when questions are missing, extra or there twice, and when a value is missing, NaN or infinite.
     """
     first, second = load_record(baseline), load_record(candidate)
     metric, filter_name, higher = _primary(first, baseline)
     if first.primary != second.primary or higher != _primary(second, candidate)[2]:
         raise UserError(
-            f"the records of task '{first.task}' look at different metrics: {_short(first.primary)} in the baseline "
-            f"and {_short(second.primary)} in the candidate",
-            _SAME,
+            f"the records of task '{first.task}' look at different metrics: {short(first.primary)} in the baseline "
+            f"and {short(second.primary)} in the candidate",
+            SAME,
         )
     found = list(differences(first.fingerprint, second.fingerprint))
-    settings = [one for one in found if not one.content]
+    _refuse_unknown_template(first, second, allow_unknown_template)
+    allowed = [one for one in found if one.field in allow and not one.content]
+    settings = [one for one in found if not one.content and one not in allowed]
     if settings:
-        raise _incomparable(first.task, settings[0], len(found))
-    ours, theirs = _questions(baseline, first), _questions(candidate, second)
+        raise incomparable(first, second, settings[0], len(found) - len(allowed))
+    other_prompts = "prompts" in allow or any(one.field in _CHANGES_PROMPTS for one in allowed)
+    ours, theirs = _lines(baseline, first), _lines(candidate, second)
     _refuse_unpaired(first.task, ours, theirs)
     keys = sorted(ours)
     for key in keys:
-        _refuse_other_question(first, baseline, second, candidate, key, ours[key], theirs[key])
-    if found:
-        raise _incomparable(first.task, found[0], len(found))
+        one, other = ours[key], theirs[key]
+        if one.doc_hash != other.doc_hash or one.target_hash != other.target_hash:
+            raise other_question(first.task, one, other)
+        if one.prompt_hash != other.prompt_hash and not other_prompts:
+            raise other_question(first.task, one, other)
+    left = [one for one in found if one.content and not (other_prompts and one.field == "prompts")]
+    if left:
+        raise incomparable(first, second, left[0], len(left))
     keys = [key for key in keys if key[1] == filter_name]
     values = [np.array([side[key].value for key in keys], dtype=np.float64) for side in (ours, theirs)]
     for record, folder, row in ((first, baseline, values[0]), (second, candidate, values[1])):
         _refuse_other_mean(record, folder, keys, row)
-    answers = {}
-    for key, one, other in zip(keys, *values, strict=True):
-        left, right = ours[key].answer, theirs[key].answer
-        if one != other and left is not None and right is not None:
-            answers[key] = (left, right)
-    return Pairs(first, second, metric, filter_name, higher, keys, values[0], values[1], answers)
+    return Pairs(
+        baseline=first,
+        candidate=second,
+        metric=metric,
+        filter=filter_name,
+        higher_is_better=higher,
+        bounds=_bounds(metric, higher, values, baseline, candidate),
+        keys=keys,
+        baseline_values=values[0],
+        candidate_values=values[1],
+        lengths=(_length(ours, keys), _length(theirs, keys)),
+        lines={key: (ours[key], theirs[key]) for i, key in enumerate(keys) if values[0][i] != values[1][i]},
+        allowed=allowed,
+    )
+
+
+def _refuse_unknown_template(first: EvaluationRecord, second: EvaluationRecord, allowed: bool) -> None:
+    sides = (("baseline", first), ("candidate", second))
+    unknown = [side for side, record in sides if record.fingerprint.chat_template == UNKNOWN]
+    if unknown and not allowed:
+        raise Incomparable(
+            f"the records of task '{first.task}' are not comparable: the server of the {' and the '.join(unknown)} did "
+            "not say which chat template it applied",
+            "serve it with an endpoint that renders prompts (a tokenize endpoint), send rendered prompts "
+            "(api: completions), or set allow_unknown_template in the policy",
+        )
 
 
 def _primary(record: EvaluationRecord, folder: Path) -> tuple[str, str, bool]:
@@ -133,25 +151,43 @@ def _primary(record: EvaluationRecord, folder: Path) -> tuple[str, str, bool]:
     return metric, filter_name, directions.pop()
 
 
-def _questions(folder: Path, record: EvaluationRecord) -> dict[Key, _Question]:
+def _bounds(
+    metric: str, higher: bool, values: list[Array], baseline: Path, candidate: Path
+) -> tuple[float, float] | None:
+    bounds = definition(metric, higher).bounds
+    if bounds is not None:
+        for folder, row in zip((baseline, candidate), values, strict=True):
+            if row.min() < bounds[0] or row.max() > bounds[1]:
+                worst = float(row.min() if row.min() < bounds[0] else row.max())
+                raise UserError(
+                    f"{metric} of a question in {folder} is {worst:g}, and by its definition it lies between "
+                    f"{bounds[0]:g} and {bounds[1]:g}",
+                    "correct the task's metric and evaluate again",
+                )
+    return bounds
+
+
+def _lines(folder: Path, record: EvaluationRecord) -> dict[Key, Line]:
     metric, filter_name, _ = _primary(record, folder)
-    found: dict[Key, _Question] = {}
-    for sample in read_samples(folder, record):
-        if sample.key in found:
-            raise UserError(f"{_name(sample.key)} is there twice in {folder}", "evaluate again")
-        value = _value(sample, metric, folder) if sample.filter == filter_name else None
-        answer = None if value is None else read_answer(sample.raw, metric)
-        found[sample.key] = _Question(sample.doc_hash, sample.prompt_hash, sample.target_hash, value, answer)
+    found: dict[Key, Line] = {}
+    held: dict[str, int] = dict.fromkeys(record.fingerprint.subtasks, 0)
+    for line in scan_lines(folder, record, metric):
+        key = line.key
+        if key in found:
+            raise UserError(f"{_name(key)} is there twice in {folder}", "evaluate again")
+        if line.filter == filter_name:
+            _refuse_no_number(line, metric, folder)
+            held[line.subtask] = held.get(line.subtask, 0) + 1
+        found[key] = line
     for subtask, print_ in record.fingerprint.subtasks.items():
-        held = sum(1 for key in found if key[0] == subtask and key[1] == filter_name)
-        if not held:
+        if not held[subtask]:
             raise UserError(
                 f"the record in {folder} holds no answers to {subtask} under the filter '{filter_name}'",
                 "evaluate again",
             )
-        if held != print_.questions:
+        if held[subtask] != print_.questions:
             raise UserError(
-                f"{folder} holds {held} of the {print_.questions} questions of {subtask} its record speaks of",
+                f"{folder} holds {held[subtask]} of the {print_.questions} questions of {subtask} its record speaks of",
                 "questions were lost or added after the evaluation: evaluate again",
             )
     if not found:
@@ -159,20 +195,21 @@ def _questions(folder: Path, record: EvaluationRecord) -> dict[Key, _Question]:
     return found
 
 
-def _value(sample: Sample, metric: str, folder: Path) -> float:
-    value = sample.metrics.get(metric)
-    if value is None:
-        known = ", ".join(sorted(sample.metrics)) or "none"
+def _refuse_no_number(line: Line, metric: str, folder: Path) -> None:
+    value = line.value
+    if not isinstance(value, (bool, int, float)):
+        if value in ("NaN", "inf", "-inf"):  # as our writer puts what JSON has no word for
+            raise UserError(f"{metric} of {_name(line.key)} in {folder} is {value}", "evaluate again")
+        known = ", ".join(sorted(line.metrics)) or "none"
         raise UserError(
-            f"{_name(sample.key)} in {folder} has no number for the metric {metric} (it has: {known})",
+            f"{_name(line.key)} in {folder} has no number for the metric {metric} (it has: {known})",
             "choose a metric that has one number a question",
         )
     if not math.isfinite(value):
-        raise UserError(f"{metric} of {_name(sample.key)} in {folder} is {value}", "evaluate again")
-    return value
+        raise UserError(f"{metric} of {_name(line.key)} in {folder} is {value}", "evaluate again")
 
 
-def _refuse_unpaired(task: str, ours: dict[Key, _Question], theirs: dict[Key, _Question]) -> None:
+def _refuse_unpaired(task: str, ours: dict[Key, Line], theirs: dict[Key, Line]) -> None:
     missing, extra = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
     if missing or extra:
         where = f"the first is {_name((missing or extra)[0])}"
@@ -183,40 +220,23 @@ def _refuse_unpaired(task: str, ours: dict[Key, _Question], theirs: dict[Key, _Q
         )
 
 
-def _refuse_other_question(
-    first: EvaluationRecord,
-    baseline: Path,
-    second: EvaluationRecord,
-    candidate: Path,
-    key: Key,
-    ours: _Question,
-    theirs: _Question,
-) -> None:
-    for what, part in (("doc_hash", "document"), ("prompt_hash", "prompt"), ("target_hash", "target")):
-        if getattr(ours, what) == getattr(theirs, what):
-            continue
-        texts = [_part(folder, record, key, part) for folder, record in ((baseline, first), (candidate, second))]
-        left, right = _around_difference(*texts)
-        raise UserError(
-            f"the records of task '{first.task}' are not comparable: the {part} of {_name(key)} is {left} in the "
-            f"baseline and {right} in the candidate",
-            _SAME,
-        )
-
-
-def _part(folder: Path, record: EvaluationRecord, key: Key, part: str) -> str:
-    raw: dict[str, Any] = next(sample.raw for sample in read_samples(folder, record) if sample.key == key)
-    return _text({"document": raw["doc"], "prompt": raw["arguments"], "target": raw["target"]}[part])
+def _length(lines: dict[Key, Line], keys: list[Key]) -> float | None:
+    counts = [lines[key].tokens for key in keys]
+    if None in counts:
+        return None
+    return sum(count for count in counts if count is not None) / sum(lines[key].samples for key in keys)
 
 
 def _refuse_other_mean(record: EvaluationRecord, folder: Path, keys: list[Key], values: Array) -> None:
     """A figure that is not the mean of its questions (corpus BLEU, F1) must not be compared as if it were."""
     metric, filter_name = record.primary
-    subtasks = np.array([key[0] for key in keys])
+    places: dict[str, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key[0], []).append(place)
     for figure in record.metrics:
         if (figure.metric, figure.filter) != (metric, filter_name) or figure.subtask not in record.fingerprint.subtasks:
             continue
-        mean = float(values[subtasks == figure.subtask].mean())
+        mean = float(values[places[figure.subtask]].mean())
         if not abs(mean - figure.value) <= _MEAN_TOLERANCE * max(1.0, abs(mean)):  # also when it is NaN
             raise UserError(
                 f"{metric} of {figure.subtask} in {folder} is reported as {figure.value}, but the mean of its "
@@ -225,32 +245,5 @@ def _refuse_other_mean(record: EvaluationRecord, folder: Path, keys: list[Key], 
             )
 
 
-def _incomparable(task: str, difference: Difference, count: int) -> UserError:
-    more = f" ({count - 1} more differences)" if count > 1 else ""
-    return UserError(f"the records of task '{task}' are not comparable: {difference}{more}", _SAME)
-
-
 def _name(key: Key) -> str:
     return f"question {key[2]} of {key[0]}" + ("" if key[1] == "none" else f" (filter {key[1]})")
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}..."
-
-
-def _around_difference(left: str, right: str) -> tuple[str, str]:
-    """Both texts cut to a window that starts shortly before their first difference."""
-    pairs = zip(left, right, strict=False)
-    where = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
-    start = max(0, where - _EXCERPT // 4)
-
-    def cut(text: str) -> str:
-        piece = text[start : start + _EXCERPT]
-        return repr(("..." if start else "") + piece + ("..." if start + _EXCERPT < len(text) else ""))
-
-    return cut(left), cut(right)

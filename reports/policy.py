@@ -1,19 +1,48 @@
-"""The policy: one YAML file that says which losses are tolerable, on which tasks, at which error."""
+"""The policy: one YAML file that says which losses are tolerable, on which tasks, at which error, and the waivers."""
 
 from __future__ import annotations
 
+from datetime import date
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from halfbyte.records.errors import UserError, unknown_name
+from halfbyte.reports.metrics import SHARE
+
+Allowed = Literal[
+    "chat_template", "system_prompt", "bos_per_prompt", "max_length", "backend", "dtype", "seeds", "prompts",
+    "generation", "num_fewshot", "version",
+]  # fmt: skip
+
+
+class Waiver(BaseModel):
+    """A person's decision to let one task's verdict pass for a while; printed in every report."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    task: str = Field(min_length=1)
+    reason: str = Field(min_length=10)
+    by: str = Field(min_length=2)
+    """Who answers for it."""
+    granted: date
+    expires: date
+    """The last day on which it holds."""
+    candidate: str | None = Field(default=None, min_length=8)
+    """Beginning of the digest of the only candidate it is for; None for any."""
+
+    @model_validator(mode="after")
+    def _ends_after_it_began(self) -> Waiver:
+        if self.expires < self.granted:
+            raise ValueError(f"expires {self.expires} before it was granted {self.granted}")
+        return self
 
 
 class Policy(BaseModel):
-    """A gate's rules. All primary tasks must be non-inferior, so no correction for several tasks is needed."""
+    """A gate's rules. All primary tasks must pass, so no correction for several tasks is needed."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -21,22 +50,67 @@ class Policy(BaseModel):
     description: str = Field(min_length=1)
     release_evidence: bool
     """Whether passing it speaks for a release; a smoke test's pass does not."""
+    rule: Literal["non-inferior", "ratio", "two-sided"] = "non-inferior"
+    """non-inferior: the loss is proven below the margin. two-sided: and the gain as well. ratio: the candidate's score
+    is at least `ratio` of the baseline's, as a point estimate."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
-    """Error of each one-sided bound: how often a loss as large as the margin passes."""
-    margin: PositiveFloat
-    """Largest tolerable loss of a task, in its metric's own units."""
+    """Error of a pass: how often a loss as large as the margin passes."""
+    fail_alpha: float = Field(default=0.01, gt=0, lt=0.5)
+    """Error of a fail: how often a loss no larger than the margin is called too large."""
+    margin: PositiveFloat | None = None
+    """Largest tolerable loss of a metric that is a share between 0 and 1; 0.01 is one point."""
     margins: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """Other margins by task."""
+    """Other margins, by task or by metric, in the metric's own units."""
+    noise_floor: bool = False
+    """Whether a margin is widened to what two evaluations of the baseline itself differ by."""
+    ratio: float | None = Field(default=None, gt=0, le=1)
+    """Smallest tolerable share of the baseline's score; of rule ratio."""
+    length_ratio: tuple[float, float] | None = None
+    """Bounds of the mean generated length over the baseline's."""
     primary: Literal["all"] | list[str] = "all"
-    """The tasks that decide."""
+    """The tasks that decide; the others are advisory."""
     allow_limit: bool = False
     """Whether a record cut by a limit may be judged."""
+    allow: list[Allowed] = Field(default_factory=list)
+    """Settings in which the sides may differ; each difference is printed."""
+    allow_unknown_template: bool = False
+    """Whether answers of a server that does not say which chat template it applied may be compared."""
     perplexity_margin: PositiveFloat | None = None
     """Largest tolerable ratio of perplexities (candidate / baseline) minus 1; None when perplexity does not decide."""
+    better_alpha: float | None = Field(default=0.001, gt=0, lt=0.5)
+    """Error at which a candidate better than its baseline is an anomaly; None where it may be."""
+    max_cap_hits: float = Field(default=0.2, gt=0, le=1)
+    """Share of texts cut at the token limit, on either side, beyond which a score measures the limit."""
+    max_unanswered_rise: float = Field(default=0.1, gt=0, le=1)
+    """How far the candidate's share of texts without an answer may lie above the baseline's."""
+    waivers: list[Waiver] = Field(default_factory=list)
 
-    def margin_of(self, task: str) -> float:
-        """The largest tolerable loss of a task."""
-        return self.margins.get(task, self.margin)
+    @model_validator(mode="after")
+    def _says_what_its_rule_needs(self) -> Policy:
+        if (self.rule == "ratio") != (self.ratio is not None):
+            raise ValueError("rule ratio and a ratio belong together")
+        if self.rule != "ratio" and self.margin is None and not self.margins:
+            raise ValueError(f"rule {self.rule} needs a margin")
+        if self.length_ratio is not None and not 0 < self.length_ratio[0] <= 1 <= self.length_ratio[1]:
+            raise ValueError("the bounds of length_ratio must lie around 1")
+        return self
+
+    def margin_of(self, task: str, metric: str, bounds: tuple[float, float] | None) -> float:
+        """The largest tolerable loss of a task, in its metric's own units.
+
+        Raises:
+            UserError: when none is named for a metric that is no share between 0 and 1.
+        """
+        named = self.margins.get(task, self.margins.get(metric))
+        if named is not None:
+            return named
+        if bounds != SHARE or self.margin is None:
+            scale = "has no bounds" if bounds is None else f"lies between {bounds[0]:g} and {bounds[1]:g}"
+            raise UserError(
+                f"policy '{self.name}' has no margin for {metric} of {task}, which {scale}",
+                f"name one in the policy: margins: {{{metric}: ...}}, in units of {metric}",
+            )
+        return self.margin
 
     def decides(self, task: str) -> bool:
         """Whether the task is a primary one."""
@@ -101,4 +175,5 @@ def _parse(text: str, source: str) -> Policy:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"policy {source}: {where}: {first['msg']} (given: {first.get('input')!r})") from None
+        given = "" if not where else f" (given: {first.get('input')!r})"
+        raise UserError(f"policy {source}: {where}{': ' if where else ''}{first['msg']}{given}") from None

@@ -11,7 +11,7 @@ from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, FidelityResult, Judgement, TaskResult, Word
 
 MAX_TASK_COLUMNS = 6
-WORDS: dict[Word, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE"}
+WORDS: dict[Word, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE", "anomaly": "ANOMALY"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,11 @@ def verdict_word(comparison: Comparison) -> str:
 
 
 def row_word(judgement: Judgement | None) -> str:
-    """A task's verdict in lower case; in brackets when the task does not decide."""
+    """A task's verdict in lower case; in brackets when the task does not decide, and with "waived" where it is."""
     if judgement is None:
         return figures.NONE
-    return judgement.verdict if judgement.primary else f"({judgement.verdict})"
+    word = f"{judgement.verdict}, waived" if judgement.waiver is not None else judgement.verdict
+    return word if judgement.primary else f"({word})"
 
 
 def models_table(comparisons: Sequence[Comparison]) -> Table:
@@ -153,7 +154,17 @@ def how_to_read(comparison: Comparison) -> str:
     )
     if policy is None:
         return text + "."
-    return text + ": a task passes when the upper end is below the margin and fails when the lower end is above it."
+    if policy.ratio is not None:
+        return text + (
+            f". Under policy '{policy.name}' a task passes when its recovery is at least {100 * policy.ratio:g}%, "
+            "whatever its interval, and fails when chance does not explain that it is not."
+        )
+    proven = figures.level(1 - policy.fail_alpha)
+    both = " and the lower end above the negative margin" if policy.rule == "two-sided" else ""
+    return text + (
+        f": a task passes when the upper end is below the margin{both}, and fails when its loss is above the margin "
+        f"with {proven} confidence."
+    )
 
 
 def all_notes(comparisons: Sequence[Comparison]) -> list[str]:
@@ -161,8 +172,35 @@ def all_notes(comparisons: Sequence[Comparison]) -> list[str]:
     _, names = labels(comparisons)
     notes = []
     for label, one in zip(names, comparisons, strict=True):
+        notes += [f"{label}: allowed by the policy: {difference}" for difference in one.allowed]
+        notes += [f"{label}: {waiver}" for waiver in one.waivers]
+        if one.degraded:
+            notes.append(
+                f"{label}: worse beyond chance, at 5% for all {len(one.tasks)} tasks together (Holm): "
+                f"{', '.join(one.degraded)}"
+            )
         notes += [f"{label}: {note}" for note in one.notes]
-        notes += [f"{label}, {row.task}: {note}" for row in one.tasks for note in row.notes]
+        for row in one.tasks:
+            notes += [f"{label}, {row.task}: {note}" for note in [*_more_of(row), *row.notes]]
         if one.policy is not None and not one.policy.release_evidence:
             notes.append(f"{label}: policy '{one.policy.name}' is no evidence for a release. {one.policy.description}")
     return notes
+
+
+def _more_of(row: TaskResult) -> list[str]:
+    """What the table of losses has no column for."""
+    found = []
+    if row.noise is not None:
+        noise, result = row.noise, row.result
+        found.append(
+            f"two evaluations of the baseline differ by {figures.count(noise.lost)} lost and "
+            f"{figures.count(noise.gained)} gained of {figures.count(noise.questions)} questions (noise floor); the "
+            f"candidate by {figures.count(result.lost)} and {figures.count(result.gained)}"
+        )
+    if row.clustered is not None:
+        found.append(
+            f"{figures.interval(row.clustered)} is the interval of the loss if the subtasks, too, are a sample of many"
+        )
+    if row.samples > 1:
+        found.append(f"{row.samples} samples a question: lost and gained count questions whose mean changed")
+    return found

@@ -196,26 +196,27 @@ def test_a_metric_where_lower_is_better_fails_when_it_rises(tmp_path: Path) -> N
     ours, theirs = [6.0 + i % 7 / 10 for i in range(50)], [9.0 + i % 5 / 10 for i in range(50)]
     write_record(tmp_path / "b", ours, metric="perplexity", higher_is_better=False)
     write_record(tmp_path / "c", theirs, metric="perplexity", higher_is_better=False, format="NVFP4")
-    found = compare(tmp_path / "b", tmp_path / "c", RELEASE)
+    found = compare(tmp_path / "b", tmp_path / "c", policy(margins={"perplexity": 0.1}))
     assert verdict(found) == ("fail", 1)
     assert found.tasks[0].result.loss > 2
     assert found.tasks[0].recovery is not None
     assert found.tasks[0].recovery < 100
-    assert verdict(compare(tmp_path / "c", tmp_path / "b", RELEASE)) == ("pass", 0)
+    turned = policy(margins={"perplexity": 0.1}, better_alpha=None)
+    assert verdict(compare(tmp_path / "c", tmp_path / "b", turned)) == ("pass", 0)
 
 
 def test_a_scale_that_crosses_zero_has_no_recovery(tmp_path: Path) -> None:
-    write_record(tmp_path / "b", [1.1, -0.2, 0.7, 0.4], metric="reward")
-    write_record(tmp_path / "c", [0.4, -0.9, 0.1, -0.2], metric="reward", format="NVFP4")
-    found = compare(tmp_path / "b", tmp_path / "c", RELEASE)
+    write_record(tmp_path / "b", [1.1, -0.2, 0.7, 0.4] * 10, metric="reward")
+    write_record(tmp_path / "c", [0.4, -0.9, 0.1, -0.2] * 10, metric="reward", format="NVFP4")
+    found = compare(tmp_path / "b", tmp_path / "c", policy(margins={"reward": 0.1}))
     assert found.tasks[0].recovery is None
     assert verdict(found) == ("fail", 1)
 
 
 def test_values_without_spread_are_inconclusive_and_say_why(tmp_path: Path) -> None:
-    write_record(tmp_path / "b", [0.25, 0.5, 0.75], metric="f1")
-    write_record(tmp_path / "c", [0.25, 0.5, 0.75], metric="f1", format="NVFP4")
-    found = compare(tmp_path / "b", tmp_path / "c", RELEASE)
+    write_record(tmp_path / "b", [0.25, 0.5, 0.75] * 10, metric="reward")
+    write_record(tmp_path / "c", [0.25, 0.5, 0.75] * 10, metric="reward", format="NVFP4")
+    found = compare(tmp_path / "b", tmp_path / "c", policy(margins={"reward": 0.1}))
     assert verdict(found) == ("inconclusive", 3)
     assert found.verdict is not None
     assert "no spread" in found.verdict.sentence

@@ -39,8 +39,8 @@ def test_questions_are_paired_by_doc_id_whatever_their_order_in_the_file(tmp_pat
 
 def test_the_answers_of_flipped_questions_are_kept_and_no_others(tmp_path: Path) -> None:
     pairs = both(tmp_path, candidate={"values": [0.0, *VALUES[1:]]})
-    ((key, (ours, theirs)),) = pairs.answers.items()
-    assert key == ("colours", "none", 0)
+    assert list(pairs.lines) == [("colours", "none", 0)]
+    ours, theirs = pairs.answers(("colours", "none", 0))
     assert (ours.question, ours.target.strip()) == ("colours 0?", "red")
     assert (ours.given.strip(), theirs.given.strip()) == ("red", "green")
 
@@ -205,7 +205,7 @@ def test_generated_answers_are_read_from_lm_evals_lines(tmp_path: Path) -> None:
         return lines
 
     pairs = both(tmp_path, {"edit": generated}, {"values": [0.0, *VALUES[1:]], "edit": generated})
-    ours, theirs = pairs.answers[("colours", "none", 0)]
+    ours, theirs = pairs.answers(("colours", "none", 0))
     assert (ours.target, ours.given, theirs.given) == ("#### 2", "2", "[invalid]")
 
 
@@ -217,7 +217,7 @@ def test_letters_are_shown_with_the_choices_they_stand_for(tmp_path: Path) -> No
         return lines
 
     pairs = both(tmp_path, {"edit": lettered}, {"values": [0.0, *VALUES[1:]], "edit": lettered})
-    ours, theirs = pairs.answers[("colours", "none", 0)]
+    ours, theirs = pairs.answers(("colours", "none", 0))
     assert ours.question == "colours 0?\nA. red\nB. green\nC. blue\nD. yellow"
     assert (ours.target, theirs.given) == ("A", "B")
 
@@ -230,7 +230,7 @@ def test_the_likeliest_choice_per_character_is_the_answer_under_acc_norm(tmp_pat
 
     sides: dict[str, Any] = {"edit": scored, "metric": "acc_norm"}
     pairs = both(tmp_path, sides, {"values": [0.0, *VALUES[1:]], **sides})
-    assert pairs.answers[("colours", "none", 0)][0].given == "yellow"
+    assert pairs.answers(("colours", "none", 0))[0].given == "yellow"
 
 
 def test_another_model_under_the_same_name_is_not_the_same_model(tmp_path: Path) -> None:

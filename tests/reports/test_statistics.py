@@ -11,14 +11,20 @@ from hypothesis import strategies as st
 from scipy import optimize, stats
 
 from halfbyte.reports.statistics import (
+    Array,
+    NoSpread,
+    binomial_tail,
+    cluster_error,
+    holm,
     mcnemar_p,
-    paired_loss,
-    question_means,
-    questions_to_settle,
-    ratio_interval,
+    paired,
+    score_interval,
+    score_statistic,
     t_interval,
     tango_interval,
     tango_score,
+    wilson_interval,
+    z_quantile,
 )
 
 Z = stats.norm.ppf(0.95)
@@ -51,10 +57,53 @@ def likelihood_score(lost: int, gained: int, questions: int, margin: float) -> f
 def test_tango_agrees_with_the_worked_example_of_his_paper() -> None:
     # Tango 1998, section 6.1: 44 pairs, one discordant, margin 0.1: Z = 1.709, p = .044, lower 90 % limit -.096
     # for the new treatment's gain, which is the upper limit of the loss
-    score = tango_score(lost=1, gained=0, questions=44, margin=0.1)
+    score = float(tango_score(lost=1, gained=0, questions=44, margin=0.1))
     assert round(-score, 3) == 1.709
-    assert round(stats.norm.cdf(score), 3) == 0.044
+    assert round(float(stats.norm.cdf(score)), 3) == 0.044
     assert round(tango_interval(1, 0, 44, alpha=0.05).high, 3) == 0.096
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "questions", "alpha", "low", "high", "digits"),
+    [
+        (9, 3, 32, 0.025, -0.027, 0.390, 3),  # Tango 1998, the cross-over trial
+        (0, 1, 44, 0.05, -0.096, 0.037, 3),  # Tango 1998, the same with its table turned
+        (16, 8, 86, 0.025, -0.020, 0.207, 3),  # Agresti and Min 2005
+        (1, 7, 21, 0.025, -0.517, -0.026, 3),  # Fagerland, Lydersen and Laake 2014, airway hyper-responsiveness
+        (3, 1, 14, 0.025, -0.1670, 0.4327, 4),  # Tang, Li and Chan 2010
+        (25, 2, 102, 0.025, 0.139, 0.321, 3),  # Chang et al. 2024
+    ],
+)
+def test_tangos_interval_agrees_with_published_ones(
+    lost: int, gained: int, questions: int, alpha: float, low: float, high: float, digits: int
+) -> None:
+    found = tango_interval(lost, gained, questions, alpha)
+    assert (round(found.low, digits), round(found.high, digits)) == (low, high)
+
+
+R_SCORECI_MP = [  # R 4.6.1, PropCIs 0.3.0: scoreci.mp(gained, lost, n, level), which searches its ends to about 1e-7
+    (7, 0, 14, 0.025, 0.17703378200531006, 0.73200792074203491),
+    (0, 0, 14, 0.025, -0.21531081199645996, 0.21531075239181519),
+    (3, 2, 14, 0.025, -0.26107772759028841, 0.38899629882403786),
+    (1, 0, 14, 0.025, -0.15926158428192136, 0.31468707748821806),
+    (13, 1, 14, 0.025, 0.37062617710658474, 0.97455562864031109),
+    (14, 0, 14, 0.025, 0.56937837600708008, 1.0),
+    (2, 9, 20, 0.025, -0.60163156986236577, -0.027414342761039694),
+    (25, 12, 200, 0.025, 0.005635504722595221, 0.12694109946489335),
+    (0, 7, 14, 0.05, -0.7012181282043457, -0.25706776976585388),
+    (5, 5, 16, 0.05, -0.31343936920166016, 0.31343942880630493),
+    (0, 14, 14, 0.05, -1.0, -0.6760903000831604),
+    (10, 3, 50, 0.05, 0.023380527496337893, 0.26074491620063783),
+    (1, 1, 2, 0.05, -0.75826740264892578, 0.75826734304428101),
+]
+
+
+@pytest.mark.parametrize(("lost", "gained", "questions", "alpha", "low", "high"), R_SCORECI_MP)
+def test_tangos_interval_agrees_with_rs_to_the_precision_of_its_search(
+    lost: int, gained: int, questions: int, alpha: float, low: float, high: float
+) -> None:
+    found = tango_interval(lost, gained, questions, alpha)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-7)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +114,13 @@ def test_tango_agrees_with_a_numerical_maximum_of_the_likelihood(
     lost: int, gained: int, questions: int, margin: float
 ) -> None:
     expected = likelihood_score(lost, gained, questions, margin)
-    assert tango_score(lost, gained, questions, margin) == pytest.approx(expected, abs=1e-9)
+    assert float(tango_score(lost, gained, questions, margin)) == pytest.approx(expected, abs=1e-9)
 
 
 def test_tango_at_a_margin_of_zero_is_mcnemars_statistic() -> None:
     contingency = pytest.importorskip("statsmodels.stats.contingency_tables")
     found = contingency.mcnemar([[500, 40], [20, 100]], exact=False, correction=False)
-    assert tango_score(40, 20, 660, 0.0) ** 2 == pytest.approx(found.statistic, abs=1e-9)
+    assert float(tango_score(40, 20, 660, 0.0)) ** 2 == pytest.approx(found.statistic, abs=1e-9)
 
 
 def test_tango_without_flips_has_a_closed_form() -> None:
@@ -87,9 +136,9 @@ def test_the_ends_of_tangos_interval_solve_the_score_equation(table: tuple[int, 
     loss = (table[0] - table[1]) / table[2]
     assert -1 <= found.low <= loss <= found.high <= 1
     if found.high < 1 - 1e-9:
-        assert tango_score(*table, found.high) == pytest.approx(-Z, abs=1e-5)
+        assert float(tango_score(*table, found.high)) == pytest.approx(-Z, abs=1e-5)
     if found.low > -1 + 1e-9:
-        assert tango_score(*table, found.low) == pytest.approx(Z, abs=1e-5)
+        assert float(tango_score(*table, found.low)) == pytest.approx(Z, abs=1e-5)
 
 
 @given(tables())
@@ -106,6 +155,87 @@ def test_counts_that_are_no_table_are_refused(table: tuple[int, int, int]) -> No
         tango_interval(*table)
 
 
+@given(tables(), st.integers(-90, 90).map(lambda margin: margin / 100))
+@settings(max_examples=150, deadline=None)
+def test_the_score_of_losses_of_one_question_each_is_tangos(table: tuple[int, int, int], margin: float) -> None:
+    lost, gained, questions = table
+    expected = float(tango_score(lost, gained, questions, margin))
+    found = float(score_statistic([-1, 0, 1], [gained, questions - lost - gained, lost], margin))
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def empirical_likelihood(values: Array, counts: Array, margin: float) -> float:
+    """The score statistic with the weights found by a general optimizer, the ends -1 and 1 among the values."""
+    support = np.concatenate([values, [-1.0, 1.0]])
+    seen = np.concatenate([counts, [0, 0]]) / counts.sum()
+
+    def fall(weights: Array) -> float:
+        kept = seen > 0
+        return -float(seen[kept] @ np.log(np.maximum(weights[kept], 1e-300)))
+
+    def slope(weights: Array) -> Array:
+        return np.where(seen > 0, -seen / np.maximum(weights, 1e-300), 0.0)
+
+    found = optimize.minimize(
+        fall,
+        np.full(support.size, 1 / support.size),
+        jac=slope,
+        bounds=[(1e-12, 1)] * support.size,
+        constraints=[
+            {"type": "eq", "fun": lambda w: w.sum() - 1, "jac": lambda w: np.ones_like(w)},
+            {"type": "eq", "fun": lambda w: w @ support - margin, "jac": lambda _: support},
+        ],
+        method="SLSQP",
+        options={"ftol": 1e-14, "maxiter": 1000},
+    )
+    variance = float(found.x @ (support - margin) ** 2)
+    return float((counts @ values / counts.sum() - margin) / math.sqrt(variance / counts.sum()))
+
+
+@pytest.mark.parametrize("margin", [0.01, 0.05, 0.2, -0.1])
+def test_the_score_of_means_of_samples_is_that_of_the_likeliest_distribution(margin: float) -> None:
+    values = np.array([-0.25, 0.0, 0.0625, 0.5])
+    counts = np.array([2.0, 25.0, 2.0, 1.0])
+    found = float(score_statistic(values, counts, margin))
+    assert found == pytest.approx(empirical_likelihood(values, counts, margin), rel=1e-4)
+
+
+def test_a_single_small_loss_among_thirty_questions_does_not_prove_a_small_loss() -> None:
+    """A t interval would: its spread is that of the sample, which has not seen the question that was lost for good."""
+    losses = np.array([0.0] * 29 + [1 / 16])
+    assert t_interval(losses).high < 0.01
+    assert score_interval(losses).high > 0.08
+
+
+def test_many_equal_losses_have_a_score_interval_that_is_not_a_point() -> None:
+    found = score_interval(np.full(50, 0.25))
+    assert found.low < 0.2
+    assert found.high > 0.27
+
+
+def test_the_score_interval_approaches_the_t_interval_on_many_questions() -> None:
+    losses = np.random.default_rng(5).integers(-8, 9, 20_000) / 16
+    ours, theirs = score_interval(losses), t_interval(losses)
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=2e-5)
+
+
+def test_losses_beyond_the_bounds_are_refused() -> None:
+    with pytest.raises(ValueError, match="between -1 and 1"):
+        score_statistic([0.0, 1.5], [3, 1], 0.01)
+    with pytest.raises(ValueError, match="margin must lie"):
+        score_statistic([0.0, 0.5], [3, 1], 1.0)
+    with pytest.raises(ValueError, match="no questions"):
+        score_interval([])
+
+
+def test_the_t_interval_agrees_with_rs_output_on_the_sleep_data() -> None:
+    # R: t.test(extra ~ group, data = sleep, paired = TRUE): -2.4598858 -0.7001142 at 95 %
+    first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+    second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+    found = t_interval(np.array(first) - np.array(second), alpha=0.025)
+    assert (round(found.low, 7), round(found.high, 7)) == (-2.4598858, -0.7001142)
+
+
 def test_the_t_interval_agrees_with_statsmodels() -> None:
     weightstats = pytest.importorskip("statsmodels.stats.weightstats")
     losses = np.random.default_rng(0).normal(0.1, 1, 300)
@@ -114,23 +244,34 @@ def test_the_t_interval_agrees_with_statsmodels() -> None:
     assert (found.low, found.high) == pytest.approx(expected, abs=1e-9)
 
 
-def test_samples_of_a_question_are_clustered_as_statsmodels_clusters_them() -> None:
+@pytest.mark.parametrize("sizes", [[16] * 30, [3, 1, 8, 2, 5, 5, 1, 9]])
+def test_samples_of_a_question_are_clustered_as_statsmodels_clusters_them(sizes: list[int]) -> None:
     api = pytest.importorskip("statsmodels.api")
     rng = np.random.default_rng(1)
-    questions = np.repeat(np.arange(30), 16)
-    baseline = rng.binomial(1, np.repeat(rng.uniform(size=30), 16)).astype(float)
-    candidate = rng.binomial(1, np.repeat(rng.uniform(size=30), 16)).astype(float)
-    found = paired_loss(baseline, candidate, higher_is_better=True, questions=questions.tolist())
-    fit = api.OLS(baseline - candidate, np.ones(480)).fit(
+    questions = np.repeat(np.arange(len(sizes)), sizes)
+    losses = rng.normal(rng.normal(0, 1, len(sizes))[questions], 1)
+    found = t_interval(losses, 0.05, questions.tolist())
+    fit = api.OLS(losses, np.ones(losses.size)).fit(
         cov_type="cluster", cov_kwds={"groups": questions, "df_correction": True}, use_t=True
     )
-    assert found.questions == 30
-    assert found.interval is not None
-    assert found.interval.high - found.loss == pytest.approx(stats.t.ppf(0.95, 29) * fit.bse[0], abs=1e-9)
+    half = stats.t.ppf(0.95, len(sizes) - 1) * fit.bse[0]
+    assert (found.low, found.high) == pytest.approx((losses.mean() - half, losses.mean() + half), abs=1e-9)
 
 
-def test_question_means_keep_the_order_of_the_questions() -> None:
-    assert question_means([1, 0, 1, 1], ["b", "a", "b", "a"]).tolist() == [1.0, 0.5]
+@pytest.mark.parametrize(
+    ("values", "questions"),
+    [([0.3], None), ([0.3, 0.3, 0.3], None), ([], None), ([1, -1, 1, -1], ["a", "a", "b", "b"]), ([1, 2], ["a", "a"])],
+)
+def test_values_without_spread_have_no_interval_instead_of_one_of_width_zero(
+    values: list[float], questions: list[str] | None
+) -> None:
+    with pytest.raises(NoSpread):
+        cluster_error(np.array(values, dtype=float), questions)
+
+
+def test_clusters_of_another_number_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 question names"):
+        t_interval([1.0, 2.0, 3.0], questions=["a", "b"])
 
 
 @given(st.integers(0, 60), st.integers(0, 60))
@@ -144,11 +285,44 @@ def test_exact_mcnemar_agrees_with_statsmodels(lost: int, gained: int) -> None:
         assert mcnemar_p(0, 0) == 1.0
 
 
-def test_a_loss_is_positive_when_the_candidate_is_worse_in_either_direction() -> None:
-    assert paired_loss([1, 1, 0], [1, 0, 0], higher_is_better=True).loss == pytest.approx(1 / 3)
-    found = paired_loss([2.0, 3.0], [2.5, 4.0], higher_is_better=False)
-    assert found.loss == pytest.approx(0.75)
-    assert (found.lost, found.gained) == (2, 0)
+def test_exact_mcnemar_agrees_with_a_published_example() -> None:
+    # Fagerland, Lydersen and Laake 2013, airway hyper-responsiveness: 1 and 7 discordant pairs, exact p = 0.0703
+    assert round(mcnemar_p(1, 7), 4) == 0.0703
+
+
+@given(st.integers(0, 200), st.integers(0, 200))
+@settings(max_examples=60, deadline=None)
+def test_the_binomial_tail_agrees_with_scipys_test(lost: int, gained: int) -> None:
+    if lost + gained:
+        expected = stats.binomtest(lost, lost + gained, 0.5, alternative="greater").pvalue
+        assert binomial_tail(lost, lost + gained) == pytest.approx(expected, rel=1e-9)
+
+
+@given(st.integers(1, 3000), st.data())
+@settings(max_examples=60, deadline=None)
+def test_wilsons_interval_agrees_with_statsmodels(trials: int, data: st.DataObject) -> None:
+    proportion = pytest.importorskip("statsmodels.stats.proportion")
+    successes = data.draw(st.integers(0, trials))
+    found = wilson_interval(successes, trials)
+    low, high = proportion.proportion_confint(successes, trials, alpha=0.1, method="wilson")
+    assert (found.low, found.high) == pytest.approx((max(0, low), min(1, high)), abs=1e-9)
+    with pytest.raises(ValueError, match="not a count"):
+        wilson_interval(trials + 1, trials)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_holm_agrees_with_statsmodels(values: list[float]) -> None:
+    multitest = pytest.importorskip("statsmodels.stats.multitest")
+    expected = multitest.multipletests(values, method="holm")[1]
+    assert holm(values).tolist() == pytest.approx(expected.tolist(), abs=1e-9)
+
+
+def test_holm_agrees_with_rs_p_adjust() -> None:
+    # R: p.adjust(c(0.01, 0.02, 0.03, 0.04, 0.05), "holm")
+    assert holm([0.01, 0.02, 0.03, 0.04, 0.05]).tolist() == pytest.approx([0.05, 0.08, 0.09, 0.09, 0.09], abs=1e-9)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        holm([0.5, math.nan])
 
 
 @pytest.mark.parametrize(
@@ -164,65 +338,17 @@ def test_nothing_unequal_lengths_and_numbers_that_are_none_are_refused(
     baseline: list[float], candidate: list[float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        paired_loss(baseline, candidate, higher_is_better=True)
+        paired(baseline, candidate)
 
 
-@pytest.mark.parametrize("values", [([0.3], [0.3]), ([0.3, 0.4, 0.5], [0.2, 0.3, 0.4]), ([0.3, 0.7], [0.3, 0.7])])
-def test_values_without_spread_have_no_interval_instead_of_one_of_width_zero(
-    values: tuple[list[float], list[float]],
-) -> None:
-    found = paired_loss(*values, higher_is_better=True)
-    assert found.interval is None
-    assert found.no_interval
-
-
-def test_the_bootstrap_of_a_ratio_is_seeded_and_close_to_the_delta_method() -> None:
-    rng = np.random.default_rng(2)
-    below = rng.uniform(0.5, 1.5, 800)
-    above = 0.97 * below + rng.normal(0, 0.1, 800)
-    found = ratio_interval(above, below)
-    assert found is not None
-    assert found == ratio_interval(above, below)
-    ratio = above.mean() / below.mean()
-    error = np.std(above - ratio * below) / math.sqrt(800) / below.mean()
-    assert found.low == pytest.approx(ratio - Z * error, abs=0.1 * error * Z)
-    assert found.high == pytest.approx(ratio + Z * error, abs=0.1 * error * Z)
-
-
-def test_a_ratio_without_variation_or_over_nothing_has_no_interval() -> None:
-    assert ratio_interval([1, 1, 1], [1, 1, 1]) is None
-    assert ratio_interval([1.0], [2.0]) is None
-    assert ratio_interval([1, 1], [0, 0]) is None
-
-
-def test_the_questions_needed_agree_with_statsmodels_sample_size() -> None:
-    power = pytest.importorskip("statsmodels.stats.power")
-    baseline = np.array([1.0] * 25 + [0.0] * 25 + [1.0] * 950)
-    candidate = np.array([0.0] * 25 + [1.0] * 25 + [1.0] * 950)
-    found = questions_to_settle(paired_loss(baseline, candidate, higher_is_better=True), margin=0.01)
-    expected = power.normal_sample_size_one_tail(0.01, 0.8, 0.05, std_null=math.sqrt(0.05))
-    assert found == math.ceil(expected)
-    assert found == pytest.approx(3093, abs=3)  # by the t distribution
-
-
-def test_the_questions_needed_do_settle_it() -> None:
-    loss = paired_loss([1.0] * 100, [1.0] * 100, higher_is_better=True)
-    needed = questions_to_settle(loss, margin=0.01)
-    assert needed is not None
-    assert tango_interval(0, 0, needed).high < 0.01
-    assert tango_interval(0, 0, needed // 2).high > 0.01
-
-
-def test_no_number_of_questions_settles_a_loss_on_the_margin() -> None:
-    assert questions_to_settle(paired_loss([1.0] * 4, [0.0, 1, 1, 1], higher_is_better=True), margin=0.25) is None
-
-
-def test_a_true_loss_at_the_margin_passes_in_at_most_five_percent() -> None:
-    rng = np.random.default_rng(20261101)
-    gates, margin = 4000, 0.01
-    for questions, counter in ((200, 0.002), (500, 0.02), (1319, 0.0), (1319, 0.05)):
-        draws = rng.multinomial(questions, [margin + counter, counter, 1 - margin - 2 * counter], size=gates)
-        tables, counts = np.unique(draws[:, :2], axis=0, return_counts=True)
-        passes = [tango_interval(int(lost), int(gained), questions).high < margin for lost, gained in tables]
-        rate = float(np.dot(passes, counts)) / gates
-        assert rate <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / gates), (questions, counter, rate)
+@pytest.mark.parametrize("alpha", [0.0, 0.5, -0.1, math.nan])
+def test_an_alpha_that_is_none_is_refused_everywhere(alpha: float) -> None:
+    for interval in (
+        lambda: tango_interval(1, 1, 5, alpha),
+        lambda: score_interval([0.0, 0.5], alpha),
+        lambda: t_interval([0.0, 0.5], alpha),
+        lambda: wilson_interval(1, 5, alpha),
+    ):
+        with pytest.raises(ValueError, match="alpha must be"):
+            interval()
+    assert z_quantile(0.05) == pytest.approx(Z, abs=1e-12)

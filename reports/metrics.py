@@ -1,0 +1,70 @@
+"""What a metric is by its definition: which direction is better, and between which bounds a question's value lies."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from halfbyte.records.errors import UserError
+
+SHARE = (0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """One metric."""
+
+    higher_is_better: bool
+    bounds: tuple[float, float] | None
+    """Smallest and largest value of one question; None where there is none, or it is not known."""
+
+
+_SHARE = Definition(True, SHARE)
+_LOWER = Definition(False, None)
+_HIGHER = Definition(True, None)
+
+KNOWN: dict[str, Definition] = {
+    # shares of questions, or of one question's samples, answers or words
+    **dict.fromkeys(
+        (
+            "acc", "acc_norm", "acc_mutual_info", "acc_bytes", "acc_all", "exact_match", "exact", "em", "contains",
+            "f1", "token_f1", "resolved", "prompt_level_strict_acc", "prompt_level_loose_acc", "pass_at_1", "correct",
+            "math_verify", "accuracy",
+        ),
+        _SHARE,
+    ),
+    # less is better
+    **dict.fromkeys(("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "wer", "fid"), _LOWER),
+    "brier_score": Definition(False, (0.0, 2.0)),
+    # images; ImageReward crosses zero, so that a ratio of it says nothing
+    "clip_score": Definition(True, (0.0, 100.0)),
+    "clip_iqa": _SHARE,
+    "image_reward": _HIGHER,
+    "psnr": _HIGHER,
+    "ssim": Definition(True, (-1.0, 1.0)),
+    "lpips": _LOWER,
+}  # fmt: skip
+_OF_SAMPLES = re.compile(r"(pass|maj|avg|cov|majority|mean)[@_](k|\d+)(:\d+)?")
+
+
+def definition(metric: str, recorded_direction: bool) -> Definition:
+    """The definition of a metric by its name; one that is not known here has the direction of its task's definition.
+
+    Args:
+        metric: The name in the record, such as acc, exact_match or pass@1.
+        recorded_direction: What the task's definition says: whether higher is better.
+
+    Raises:
+        UserError: when the record contradicts the definition.
+    """
+    found = _SHARE if _OF_SAMPLES.fullmatch(metric) else KNOWN.get(metric)
+    if found is None:
+        return Definition(recorded_direction, None)
+    if found.higher_is_better != recorded_direction:
+        words = {True: "higher", False: "lower"}
+        raise UserError(
+            f"the record says of {metric} that {words[recorded_direction]} is better, and by its definition "
+            f"{words[found.higher_is_better]} is",
+            "correct higher_is_better in the task's definition and evaluate again",
+        )
+    return found

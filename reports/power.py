@@ -1,0 +1,155 @@
+"""How much evidence is enough: the losses that so many questions can show, and the questions that a margin needs.
+
+Normal approximations of the tests in statistics.py, as statsmodels' normal_power and normal_sample_size_one_tail, and
+never below what the score tests need where nothing flips.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import special
+
+from halfbyte.reports.loss import PairedLoss
+from halfbyte.reports.statistics import ALPHA, paired, tango_score, z_quantile
+
+POWER = 0.8
+_TOO_MANY = 1e9  # no evaluation will ever have as many questions
+
+
+def fewest_questions(margin: float, alpha: float = ALPHA, width: float = 1.0) -> int:
+    """The number of questions below which not even a candidate without a single flip passes.
+
+    Without flips the upper end of the score interval is z^2 / (n + z^2).
+
+    Args:
+        margin: The largest tolerable loss, in units of the metric.
+        alpha: The one-sided error.
+        width: The distance between the metric's bounds.
+    """
+    z, share = z_quantile(alpha), margin / width
+    if not share > 0:
+        raise ValueError(f"a margin must be positive, got {margin}")
+    if share >= 1:
+        return 1
+    return math.floor(z * z * (1 - share) / share) + 1
+
+
+def flip_deviation(lost: float, gained: float) -> float:
+    """The standard deviation of the loss of one 0/1 question that is lost and gained with these probabilities."""
+    if min(lost, gained) < 0 or lost + gained > 1:
+        raise ValueError(f"not two probabilities: {lost} and {gained}")
+    return math.sqrt(lost + gained - (lost - gained) ** 2)
+
+
+def chance_to_pass(
+    loss: float, deviation: float, questions: float, margin: float, alpha: float = ALPHA, width: float = 1.0
+) -> float:
+    """The probability that a candidate with this true loss is proven to lose less than `margin`."""
+    if questions < fewest_questions(margin, alpha, width):
+        return 0.0
+    if deviation == 0:
+        return float(loss < margin)
+    return float(special.ndtr((margin - loss) * math.sqrt(questions) / deviation - z_quantile(alpha)))
+
+
+def detectable_loss(deviation: float, questions: float, alpha: float = ALPHA, power: float = POWER) -> float:
+    """The minimum detectable loss: the smallest true loss that so many questions prove with probability `power`.
+
+    It is also the smallest margin that a candidate which lost nothing passes with that probability. Never below
+    z^2 / (n + z^2), the upper end of the score interval without flips.
+    """
+    z = z_quantile(alpha)
+    return max((z + float(special.ndtri(power))) * deviation / math.sqrt(questions), z * z / (questions + z * z))
+
+
+def questions_needed(
+    deviation: float, distance: float, margin: float, alpha: float = ALPHA, power: float = POWER, width: float = 1.0
+) -> int | None:
+    """How many questions tell a loss at `distance` from the margin apart from it; None when no number would."""
+    if not distance > 0:
+        return None
+    z = z_quantile(alpha) + float(special.ndtri(power))
+    needed = max((z * deviation / distance) ** 2, fewest_questions(margin, alpha, width))
+    return math.ceil(needed) if needed <= _TOO_MANY else None
+
+
+def questions_to_settle(loss: PairedLoss, margin: float, alpha: float = ALPHA, power: float = POWER) -> int | None:
+    """How many questions would turn an inconclusive loss into a verdict, with probability `power`.
+
+    Takes the measured loss and spread as the truth: n = ((z_alpha + z_power) deviation / (margin - loss))^2, and for
+    0/1 outcomes at least as many as Tango's interval needs at the same rates of lost and gained. None when no number
+    would (the loss lies on the margin) or nothing is known of the spread.
+    """
+    distance = abs(margin - loss.loss)
+    z = z_quantile(alpha)
+    if distance == 0 or (loss.deviation == 0 and loss.mcnemar_p is None):
+        return None
+    needed = ((z + float(special.ndtri(power))) * loss.deviation / distance) ** 2
+    if loss.mcnemar_p is not None:
+        rates = loss.lost / loss.questions, loss.gained / loss.questions
+        sign = 1 if loss.loss < margin else -1
+
+        def undecided(n: float) -> bool:
+            return sign * float(tango_score(rates[0] * n, rates[1] * n, n, margin)) > -z
+
+        while undecided(max(needed, 1.0)):
+            needed = 1.1 * max(needed, 1.0)
+            if needed > _TOO_MANY:
+                return None
+    return math.ceil(needed) if needed <= _TOO_MANY else None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Where the spread of per-question losses comes from, when each question is sampled k times."""
+
+    between: float
+    """Variance of the true losses of questions: more samples do not lower it."""
+    within: float
+    """Variance of one question's loss with a single sample on each side: k samples divide it by k."""
+    samples: int
+
+    def deviation(self, samples: int) -> float:
+        """The standard deviation of a question's mean loss over so many samples."""
+        return math.sqrt(self.between + self.within / samples)
+
+
+def spread(baseline: ArrayLike, candidate: ArrayLike, samples: int) -> Spread:
+    """Splits the spread of question means of 0/1 samples into its two parts.
+
+    A question with mean p over k samples of 0 or 1 has an unbiased estimate k p (1 - p) / (k - 1) of the variance of
+    one sample; `within` is its mean, both sides added. What is left of the losses' variance is `between`.
+
+    Args:
+        baseline: Means over k samples, shape (n,), between 0 and 1.
+        candidate: The same of the other side.
+        samples: k, at least 2.
+
+    Raises:
+        ValueError: for one sample a question, which cannot be split, and values that are no means of 0/1 samples.
+    """
+    first, second = paired(baseline, candidate)
+    if samples < 2:
+        raise ValueError("one sample a question cannot tell the two apart")
+    if min(first.min(), second.min()) < 0 or max(first.max(), second.max()) > 1:
+        raise ValueError("means of 0/1 samples lie between 0 and 1")
+    within = float((first * (1 - first) + second * (1 - second)).mean()) * samples / (samples - 1)
+    variance = float(np.var(first - second, ddof=1)) if first.size > 1 else 0.0
+    return Spread(max(0.0, variance - within / samples), within, samples)
+
+
+def samples_needed(
+    found: Spread, questions: int, distance: float, margin: float, alpha: float = ALPHA, power: float = POWER
+) -> int | None:
+    """How many samples of each of these questions would settle it; None when only more questions would."""
+    if not distance > 0 or questions < fewest_questions(margin, alpha):
+        return None
+    z = z_quantile(alpha) + float(special.ndtri(power))
+    room = questions * (distance / z) ** 2 - found.between
+    if room <= 0:
+        return None
+    return max(1, math.ceil(found.within / room))

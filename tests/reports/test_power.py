@@ -1,0 +1,132 @@
+"""Claims about how much evidence is enough, against statsmodels and against the tests themselves."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from halfbyte.reports.loss import PairedLoss, paired_loss
+from halfbyte.reports.power import (
+    Spread,
+    chance_to_pass,
+    detectable_loss,
+    fewest_questions,
+    flip_deviation,
+    questions_needed,
+    questions_to_settle,
+    samples_needed,
+    spread,
+)
+from halfbyte.reports.statistics import score_interval, tango_interval
+
+SHARE = (0.0, 1.0)
+
+
+def loss_of(baseline: list[float], candidate: list[float]) -> PairedLoss:
+    return paired_loss(baseline, candidate, higher_is_better=True, bounds=SHARE)
+
+
+@pytest.mark.parametrize("margin", [0.002, 0.01, 0.02, 0.05, 0.3])
+def test_the_fewest_questions_are_those_at_which_no_flip_passes(margin: float) -> None:
+    fewest = fewest_questions(margin)
+    assert tango_interval(0, 0, fewest).high < margin <= tango_interval(0, 0, fewest - 1).high
+    assert fewest_questions(100 * margin, width=100) == fewest
+    assert fewest_questions(2.0) == 1
+    with pytest.raises(ValueError, match="positive"):
+        fewest_questions(0.0)
+
+
+@pytest.mark.parametrize(("loss", "lost", "gained", "n"), [(0.0, 0.02, 0.02, 3000), (0.005, 0.03, 0.025, 1319)])
+def test_the_chance_to_pass_agrees_with_statsmodels(loss: float, lost: float, gained: float, n: int) -> None:
+    power = pytest.importorskip("statsmodels.stats.power")
+    deviation = flip_deviation(lost, gained)
+    expected = power.normal_power(0.01 - loss, n, 0.05, alternative="larger", sigma=deviation)
+    assert chance_to_pass(loss, deviation, n, 0.01) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_chance_to_pass_is_that_of_the_test() -> None:
+    rng = np.random.default_rng(11)
+    drawn = rng.multinomial(1319, [0.015, 0.015, 0.97], size=3000)
+    tables, counts = np.unique(drawn[:, :2], axis=0, return_counts=True)
+    passes = [tango_interval(int(lost), int(gained), 1319).high < 0.01 for lost, gained in tables]
+    assert float(np.dot(passes, counts)) / 3000 == pytest.approx(
+        chance_to_pass(0.0, flip_deviation(0.015, 0.015), 1319, 0.01), abs=0.04
+    )
+    assert chance_to_pass(0.0, 0.0, 5000, 0.01) == 1.0
+    assert chance_to_pass(0.02, 0.0, 5000, 0.01) == 0.0
+    assert chance_to_pass(0.0, 0.1, 100, 0.01) == 0.0  # too few for any candidate
+
+
+def test_the_questions_needed_agree_with_statsmodels_sample_size() -> None:
+    power = pytest.importorskip("statsmodels.stats.power")
+    expected = power.normal_sample_size_one_tail(0.01, 0.8, 0.05, std_null=math.sqrt(0.05))
+    assert questions_needed(math.sqrt(0.05), 0.01, 0.01) == math.ceil(expected)
+    found = questions_to_settle(loss_of([1.0] * 25 + [0.0] * 25 + [1.0] * 950, [0.0] * 25 + [1.0] * 975), 0.01)
+    assert found == math.ceil(expected)
+    assert found == pytest.approx(3093, abs=3)  # by the t distribution
+    assert questions_needed(0.3, 0.0, 0.01) is None
+    assert questions_needed(0.0, 0.01, 0.01) == fewest_questions(0.01)
+
+
+def test_the_detectable_loss_is_what_the_questions_needed_turn_around() -> None:
+    deviation = flip_deviation(0.04, 0.04)
+    needed = questions_needed(deviation, 0.013, 0.013)
+    assert needed is not None
+    assert detectable_loss(deviation, needed) == pytest.approx(0.013, rel=1e-3)
+    assert detectable_loss(0.0, 200) == pytest.approx(tango_interval(0, 0, 200).high, abs=1e-12)
+
+
+def test_the_questions_needed_do_settle_it() -> None:
+    needed = questions_to_settle(loss_of([1.0] * 100, [1.0] * 100), margin=0.01)
+    assert needed is not None
+    assert tango_interval(0, 0, needed).high < 0.01
+    assert tango_interval(0, 0, needed // 2).high > 0.01
+
+
+def test_no_number_of_questions_settles_a_loss_on_the_margin() -> None:
+    assert questions_to_settle(loss_of([1.0] * 4, [0.0, 1, 1, 1]), margin=0.25) is None
+
+
+def test_rates_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="not two probabilities"):
+        flip_deviation(0.7, 0.7)
+
+
+def test_the_spread_of_samples_is_split_into_questions_and_samples() -> None:
+    rng = np.random.default_rng(12)
+    k, n = 16, 4000
+    p = rng.uniform(0.2, 0.8, n)
+    q = np.clip(p + rng.normal(0, 0.1, n), 0, 1)
+    found = spread(rng.binomial(k, p, n) / k, rng.binomial(k, q, n) / k, k)
+    assert found.within == pytest.approx(float((p * (1 - p) + q * (1 - q)).mean()), rel=0.03)
+    assert found.between == pytest.approx(float(np.var(p - q)), rel=0.2)
+    with pytest.raises(ValueError, match="one sample"):
+        spread([0.5], [0.5], 1)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        spread([1.5], [0.5], 4)
+
+
+def test_more_samples_settle_what_is_noise_within_questions_and_nothing_else() -> None:
+    noisy = Spread(between=0.0, within=0.3, samples=4)
+    needed = samples_needed(noisy, 500, 0.02, 0.02)
+    assert needed is not None
+    assert 4 < needed < 50
+    assert chance_to_pass(0.0, noisy.deviation(needed), 500, 0.02) >= 0.8
+    assert chance_to_pass(0.0, noisy.deviation(needed - 1), 500, 0.02) < 0.8
+    assert samples_needed(Spread(0.2, 0.0, 4), 500, 0.02, 0.02) is None
+    assert samples_needed(noisy, 30, 0.02, 0.02) is None  # too few questions for any candidate
+    assert samples_needed(noisy, 500, 0.0, 0.02) is None
+
+
+def test_the_samples_needed_do_settle_it() -> None:
+    rng = np.random.default_rng(13)
+    p = rng.uniform(0.1, 0.9, 500)
+    needed = samples_needed(Spread(0.0, float(2 * (p * (1 - p)).mean()), 1), 500, 0.03, 0.03)
+    assert needed is not None
+    passed = 0
+    for _ in range(60):
+        first, second = (rng.binomial(needed, p) / needed for _ in range(2))
+        passed += score_interval(first - second).high < 0.03
+    assert passed / 60 > 0.65
