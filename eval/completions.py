@@ -43,10 +43,20 @@ class Completions:
         Raises:
             UserError: when there is none, or the server read another number of tokens.
         """
-        prompt = self.tokenizer.decode(list(ids)[self._added :]) if self._as_text else list(ids)
-        reply = self._post(prompt, settings, once=once)
+        reply = self._post(self._written(ids) if self._as_text else list(ids), settings, once=once)
         require_length(reply, len(ids), self.engine)
         return reply
+
+    def _written(self, ids: Sequence[int]) -> str:
+        """A prompt as text, without the tokens that the server adds."""
+        rest = list(ids)[self._added :]
+        text = str(self.tokenizer.decode(rest))
+        if self.tokenizer(text, add_special_tokens=False)["input_ids"] != rest:
+            raise UserError(
+                f"{self.engine} takes prompts as text alone, and {text[-60:]!r} has other tokens as text",
+                "use a server that takes tokens: vLLM, SGLang, llama.cpp",
+            )
+        return text
 
     def encode(self, text: str) -> list[int]:
         """Its tokens with the special tokens that the tokenizer adds."""

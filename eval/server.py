@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +11,16 @@ from halfbyte.eval.backend import Generated, Prompt, Stop
 from halfbyte.eval.completions import Completions, choice, require_length, usage
 from halfbyte.eval.endpoint import Endpoint
 from halfbyte.eval.engines import OFF, RENAMED, TAKES_STOP_TOKENS, Engine, Renderer, identify
+from halfbyte.eval.external import (
+    Chunk,
+    chunks,
+    cut,
+    further_settings,
+    group_prompts,
+    render,
+    special_stops,
+    stop_of,
+)
 from halfbyte.eval.server_scores import find_way, total
 from halfbyte.eval.sharing import Request
 from halfbyte.recipes.schema import ServerSpec
@@ -20,17 +29,8 @@ from halfbyte.records.record import UNKNOWN
 
 PER_WORKER = 4
 """Requests a batch for each that is under way at once: enough to keep a server busy, few enough to lose at a kill."""
-PASSED_ON = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Further sampling settings of a task that servers take."""
 SEED_TOKENS = 16
 SEED_TRIES = 3
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A batch of requests to be scored."""
-
-    members: list[int]
 
 
 class ServerBackend:
@@ -41,12 +41,22 @@ class ServerBackend:
         engine: What it says of itself.
         tokenizer: The model's own. With api: chat it only serves to recognise the server's chat template.
         max_length: Longest input in tokens, what is generated included; None for the server's window.
+        penalty: The repetition penalty of the model's generation_config, which transformers' generate applies too.
     """
 
     name = "server"
     max_gen_toks = 256
 
-    def __init__(self, endpoint: Endpoint, engine: Engine, tokenizer: Any, *, max_length: int | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        max_length: int | None = None,
+        penalty: float | None = None,
+    ) -> None:
+        self.penalty = penalty
         self.endpoint = endpoint
         self.server = engine
         self.chat = endpoint.spec.api == "chat"
@@ -74,8 +84,7 @@ class ServerBackend:
                 "set evaluate.server.api to completions, or choose tasks that generate",
             )
         order = sorted(range(len(requests)), key=lambda at: requests[at])
-        size = self.endpoint.spec.concurrency * PER_WORKER
-        return [Chunk(order[first : first + size]) for first in range(0, len(order), size)]
+        return chunks(order, self.endpoint.spec.concurrency * PER_WORKER)
 
     def score(self, requests: list[Request], batch: Chunk) -> list[tuple[float, bool]]:
         """Log-likelihood (nats) of each continuation, and whether greedy decoding would give it.
@@ -94,16 +103,7 @@ class ServerBackend:
 
     def generation_batches(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Batches in the order of the prompts; the samples of one question stay in one."""
-        size = self.endpoint.spec.concurrency * PER_WORKER
-        together: dict[Any, list[int]] = {}
-        for at, prompt in enumerate(prompts):
-            together.setdefault((prompt.text, prompt.sampling), []).append(at)
-        batches: list[list[int]] = []
-        for group in together.values():
-            if not batches or len(batches[-1]) + len(group) > size:
-                batches.append([])
-            batches[-1] += group
-        return batches
+        return group_prompts(prompts, self.endpoint.spec.concurrency * PER_WORKER)
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generated]:
         """One text for each prompt.
@@ -137,7 +137,8 @@ class ServerBackend:
         if text is not None and not isinstance(text, str):
             raise UserError(f"{self.server} gives {text!r} as the generated text", "look at the server's log")
         # A reasoning parser gives no content where the limit was reached while thinking.
-        return Generated(self._cut(text or "", prompt), found["tokens"], self._stop(found, prompt), prompt.seed)
+        text = cut(text or "", prompt.sampling.until, self.local)
+        return Generated(text, found["tokens"], self._stop(found, prompt), prompt.seed)
 
     def _completed(self, ids: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:
         reply = self.completions.ask(ids, settings)
@@ -163,20 +164,14 @@ class ServerBackend:
             settings |= {"seed": prompt.seed, "top_p": wanted.top_p}
             if wanted.top_k > 0:
                 settings["top_k"] = wanted.top_k
-        for name, value in wanted.other:
-            if name not in PASSED_ON:
-                raise UserError(
-                    f"the generation setting {name}: {value!r} is not one that servers take",
-                    f"leave it out of gen_kwargs; known: {', '.join(('temperature', 'top_p', 'top_k', *PASSED_ON))}",
-                )
-            settings[RENAMED.get(kind, {}).get(name, name)] = value
+        names = RENAMED.get(kind, {})
+        penalty = {} if self.penalty is None else {"repetition_penalty": self.penalty}
+        further = {**penalty, **further_settings(wanted)}
+        settings |= {names.get(name, name): value for name, value in further.items()}
         special = special_stops(self.local, wanted.until)
         if special and kind in TAKES_STOP_TOKENS:
             settings["stop_token_ids"] = special
         return settings
-
-    def _cut(self, text: str, prompt: Prompt) -> str:
-        return cut(text, prompt.sampling.until, self.local)
 
     def _stop(self, found: dict[str, Any], prompt: Prompt) -> Stop | None:
         reason = found.get("finish_reason")
@@ -243,19 +238,22 @@ class ServerBackend:
         return {}
 
 
-def open_server(spec: ServerSpec, tokenizer: Any, *, max_length: int | None = None) -> ServerBackend:
+def open_server(
+    spec: ServerSpec, tokenizer: Any, *, max_length: int | None = None, penalty: float | None = None
+) -> ServerBackend:
     """Connects to a server.
 
     Args:
         spec: Where it is.
         tokenizer: The model's own.
         max_length: As for ServerBackend.
+        penalty: As for ServerBackend.
 
     Raises:
         UserError: when it cannot be reached, refuses the key, or serves no such model.
     """
     endpoint = Endpoint(spec)
-    return ServerBackend(endpoint, identify(endpoint, spec.model), tokenizer, max_length=max_length)
+    return ServerBackend(endpoint, identify(endpoint, spec.model), tokenizer, max_length=max_length, penalty=penalty)
 
 
 def _max_length(engine: Engine, wanted: int | None) -> int:
@@ -271,36 +269,3 @@ def _max_length(engine: Engine, wanted: int | None) -> int:
             f"set evaluate.max_length to at most {room}, or start the server with a window of {wanted + 2}",
         )
     return int(wanted or room or 0)
-
-
-def render(tokenizer: Any, chat_history: list[dict[str, str]], add_generation_prompt: bool) -> str:
-    """A chat as text, by the tokenizer's own template."""
-    return str(
-        tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-    )
-
-
-def cut(text: str, until: Sequence[str], tokenizer: Any) -> str:
-    """A generated text up to its first stop sequence or end token, as lm-eval cuts it."""
-    from lm_eval.models.utils import postprocess_generated_text
-
-    stops = [*until, tokenizer.eos_token] if tokenizer.eos_token else list(until)
-    return str(postprocess_generated_text(generation=text, stop=stops, think_end_token=None))
-
-
-def special_stops(tokenizer: Any, until: Sequence[str]) -> list[int]:
-    """Those stop sequences that are special tokens: engines leave them out of the text they look for stops in."""
-    special = {str(token): int(at) for at, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return [special[text] for text in until if text in special]
-
-
-def stop_of(reason: object, special: Sequence[int]) -> Stop:
-    """How a text ended that was stopped: by the stop string or token `reason`; None for the end token."""
-    if isinstance(reason, str) or (isinstance(reason, int) and reason in special):
-        return "stop_string"
-    return "end_token"

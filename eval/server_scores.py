@@ -3,34 +3,44 @@
 Echoed: the server echoes a prompt with the log-probability of each token; vLLM and SGLang do. Forced: one token after
 the other is asked for with a bias that no other token can beat, where a server reports log-probabilities from before
 the bias; llama.cpp does. Some servers accept either request and answer with other numbers: those of the generated token
-alone, or of each token as the next one's. So each way must first find a server's own greedy text to be greedy.
+alone, or for each token those of the next. So each way is tried against what the server generates by itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from halfbyte.eval.completions import Completions, choice
 from halfbyte.eval.endpoint import Refused
 from halfbyte.eval.sharing import Request
 from halfbyte.records.errors import UserError
 
-Scores = list[tuple[float, bool]]
-"""For each token its log-probability in nats, and whether it is the most probable one."""
-
 BIAS = 100
 """The largest bias that OpenAI's interface allows."""
-PROBES = ("The days of the week are Monday,", "1 2 3 4 5 6", "Once upon a time, there was")
-PROBE_TOKENS = 8
+PROBE = "Blue 17 zebra; north of the lamp, five quiet"
+"""A text that no model expects, so that its tokens are not the most probable ones."""
+PLACES = 6
+"""Positions at its end that are tried."""
 ENOUGH = 3
-"""Tokens of a greedy text that say something."""
-AGREE = 0.75
-"""Part of the greedy tokens that must be found greedy: near ties may turn with the batch."""
+CLOSE = 0.25
+"""Nats between two computations of one distribution, in whatever type an engine computes."""
 
 
-def echoed(completions: Completions, request: Request) -> Scores:
+class Score(NamedTuple):
+    """A token where it stands."""
+
+    value: float
+    """Its log-probability in nats."""
+    top: float
+    """That of the most probable token there."""
+
+
+Way = Callable[[Completions, Request], list[Score]]
+
+
+def echoed(completions: Completions, request: Request) -> list[Score]:
     """Scores the continuation of a request by one echo of the prompt.
 
     Raises:
@@ -46,92 +56,102 @@ def echoed(completions: Completions, request: Request) -> Scores:
         count = len(values) if isinstance(values, list) else 0
         raise UserError(f"{completions.engine} echoes {count} log-probabilities for {len(ids)} tokens")
     part = slice(len(request.context), len(ids))
-    return [_score(completions, value, _most(top)) for value, top in zip(values[part], tops[part], strict=True)]
+    return [_score(completions, value, _numbers(top)) for value, top in zip(values[part], tops[part], strict=True)]
 
 
-def forced(completions: Completions, request: Request) -> Scores:
+def forced(completions: Completions, request: Request) -> list[Score]:
     """Scores the continuation of a request token by token; the server's prefix cache makes that cheap.
 
     Raises:
         UserError: when the answer does not hold the token asked for.
     """
-    scores: Scores = []
-    for at, token in enumerate(request.continuation):
-        asked = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1, "logit_bias": {str(token): BIAS}}
-        reply = completions.ask([*request.context, *request.continuation[:at]], asked)
-        found = choice(reply, completions.engine).get("logprobs")
-        content = found.get("content") if isinstance(found, dict) else None
-        if isinstance(content, list) and content:  # in the shape of chat completions, as llama.cpp has it
-            first = content[0]
-            if first.get("id", token) != token:
-                raise UserError(f"{completions.engine} answers with token {first['id']} where {token} was asked for")
-            tops = [entry.get("logprob") for entry in first.get("top_logprobs") or []]
-            scores.append(_score(completions, first.get("logprob"), tops))
-        elif isinstance(found, dict) and found.get("token_logprobs"):
-            scores.append(
-                _score(completions, found["token_logprobs"][0], _most((found.get("top_logprobs") or [{}])[0]))
-            )
-        else:
-            raise UserError(f"{completions.engine} gives no log-probability of a generated token")
-    return scores
+    return [
+        _next(completions, Request((*request.context, *request.continuation[:at]), (token,)))
+        for at, token in enumerate(request.continuation)
+    ]
 
 
-def _most(top: Any) -> list[Any]:
+WAYS: dict[str, Way] = {"echo": echoed, "logit_bias": forced}
+
+
+def _next(completions: Completions, request: Request) -> Score:
+    """The score of the one token of a continuation, or of the one that the server would generate."""
+    asked: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
+    if request.continuation:
+        asked["logit_bias"] = {str(request.continuation[0]): BIAS}
+    found = choice(completions.ask(request.context, asked), completions.engine).get("logprobs")
+    content = found.get("content") if isinstance(found, dict) else None
+    if isinstance(content, list) and content:  # in the shape of chat completions, as llama.cpp has it
+        first = content[0]
+        if request.continuation and first.get("id", request.continuation[0]) != request.continuation[0]:
+            raise UserError(f"{completions.engine} answers with another token than the one asked for")
+        tops = [entry.get("logprob") for entry in first.get("top_logprobs") or []]
+        return _score(completions, first.get("logprob"), tops)
+    if not isinstance(found, dict) or not found.get("token_logprobs"):
+        raise UserError(f"{completions.engine} gives no log-probability of a generated token")
+    return _score(completions, found["token_logprobs"][0], _numbers((found.get("top_logprobs") or [{}])[0]))
+
+
+def _numbers(top: Any) -> list[Any]:
     return list(top.values()) if isinstance(top, dict) else []
 
 
-def _score(completions: Completions, value: Any, tops: Sequence[Any]) -> tuple[float, bool]:
-    numbers = [top for top in tops if isinstance(top, (int, float))]
+def _score(completions: Completions, value: Any, tops: list[Any]) -> Score:
+    numbers = [float(top) for top in tops if isinstance(top, (int, float))]
     if not isinstance(value, (int, float)) or not numbers:
         raise UserError(f"{completions.engine} gives {value!r} as the log-probability of a token")
-    return float(value), value >= max(numbers)
+    return Score(float(value), max(numbers))
 
 
-WAYS: dict[str, Callable[[Completions, Request], Scores]] = {"echo": echoed, "logit_bias": forced}
-
-
-def find_way(completions: Completions) -> Callable[[Completions, Request], Scores]:
-    """The first way in which a server's log-probabilities prove right on its own greedy text.
+def find_way(completions: Completions) -> Way:
+    """The first way in which a server's log-probabilities prove to be those of a prompt's tokens.
 
     Raises:
         UserError: when there is none; says why.
     """
-    request = _greedy(completions)
+    ids = completions.encode(PROBE)
+    first = max(1, len(ids) - PLACES)
+    known = _generated(completions, ids, first)
     reasons = []
     for name, way in WAYS.items():
         try:
-            hits = sum(greedy for _, greedy in way(completions, request))
-            # A forced token that looks greedy wherever it stands got the bias into its number.
-            repeated = Request(request.context, (request.context[-1],))
-            reasons.append(f"with {name} {hits} of its own {len(request.continuation)} greedy tokens look greedy")
-            if hits >= AGREE * len(request.continuation):
-                if not all(greedy for _, greedy in way(completions, repeated)):
-                    return way
-                reasons[-1] = f"with {name} any token looks greedy"
+            scores = way(completions, Request(tuple(ids[:first]), tuple(ids[first:])))
         except Refused as error:
             reasons.append(f"it refuses {name} ({error.status})")
+            continue
         except UserError as error:
             reasons.append(error.message)
+            continue
+        if any(abs(scores[at].top - top) > CLOSE for at, top in known.items()):
+            reasons.append(f"with {name} its numbers are not those of the tokens they stand beside")
+        elif all(score.value >= score.top for score in scores):
+            reasons.append(f"with {name} every token of a senseless text is the most probable one")
+        else:
+            return way
     raise UserError(
         f"{completions.engine} gives no log-probabilities of prompts: {'; '.join(reasons)}",
         "choose tasks that generate, or a server that does: vLLM, SGLang, llama.cpp",
     )
 
 
-def _greedy(completions: Completions) -> Request:
-    """A prompt with the server's own greedy continuation."""
-    for text in PROBES:
-        context = completions.encode(text)
-        reply = completions.ask(context, {"max_tokens": PROBE_TOKENS, "temperature": 0.0})
-        said = choice(reply, completions.engine).get("text")
-        ids = completions.encode(text + said) if isinstance(said, str) else []
-        if ids[: len(context)] == context and len(ids) - len(context) >= ENOUGH:
-            return Request(tuple(context), tuple(ids[len(context) :]))
-    raise UserError(
-        f"{completions.engine} gives hardly a token after {PROBES[0]!r}", "try the model by hand, then look at its log"
-    )
+def _generated(completions: Completions, ids: list[int], first: int) -> dict[int, float]:
+    """The log-probability of the token that the server itself would put at each of the last positions of a text."""
+    known = {}
+    for at in range(first, len(ids)):
+        try:
+            known[at - first] = _next(completions, Request(tuple(ids[:at]), ())).value
+        except Refused:
+            raise
+        except UserError:  # some servers give no number for the end token
+            continue
+    if len(known) < ENOUGH:
+        raise UserError(
+            f"{completions.engine} gives no log-probabilities, not even of the tokens it generates",
+            "choose tasks that generate, or a server that does: vLLM, SGLang, llama.cpp",
+        )
+    return known
 
 
-def total(scores: Scores) -> tuple[float, bool]:
+def total(scores: list[Score]) -> tuple[float, bool]:
     """The log-likelihood (nats) of a whole continuation, and whether greedy decoding gives it."""
-    return math.fsum(value for value, _ in scores), all(greedy for _, greedy in scores)
+    return math.fsum(score.value for score in scores), all(score.value >= score.top for score in scores)
