@@ -22,6 +22,7 @@ from halfbyte.reports.bootstrap import ratio_interval, recovery
 from halfbyte.reports.comparison import Comparison, FidelityResult, Flip, NoiseFloor, SubtaskResult, TaskResult
 from halfbyte.reports.gate import judge
 from halfbyte.reports.loss import paired_loss
+from halfbyte.reports.metrics import definition
 from halfbyte.reports.pairing import Key, Pairs, pair
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.power import spread
@@ -73,11 +74,7 @@ def compare(
     first = _one_model([one.baseline for one in pairs], "baseline")
     second = _one_model([one.candidate for one in pairs], "candidate")
     alpha, fail_alpha = (policy.alpha, policy.fail_alpha) if policy is not None else (ALPHA, FAIL_ALPHA)
-    noise = (
-        {}
-        if repeat is None
-        else _noise_floors(ours, _records(repeat), first, alpha, [one.baseline.task for one in pairs])
-    )
+    noise = {} if repeat is None else _noise_floors(ours, _records(repeat), first, alpha)
     rows = _with_degraded([_task(one, alpha, fail_alpha, SHOWN_IN_ALL // len(pairs), noise) for one in pairs])
     created, latest = now(), latest_time(record.created for one in pairs for record in (one.baseline, one.candidate))
     if policy is not None and policy.waivers:
@@ -202,7 +199,9 @@ def _task(pairs: Pairs, alpha: float, fail_alpha: float, shown: int, noise: dict
         alpha=alpha,
         fail_alpha=fail_alpha,
     )
-    found, interval = recovery(pairs.baseline_values, pairs.candidate_values, higher_is_better=higher, alpha=alpha)
+    found, interval = None, None
+    if not definition(pairs.metric, higher).crosses_zero:
+        found, interval = recovery(pairs.baseline_values, pairs.candidate_values, higher_is_better=higher, alpha=alpha)
     samples = max(part.repeats for part in record.fingerprint.subtasks.values())
     between = None
     if samples > 1 and pairs.bounds == (0, 1):

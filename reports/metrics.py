@@ -17,6 +17,8 @@ class Definition:
     higher_is_better: bool
     bounds: tuple[float, float] | None
     """Smallest and largest value of one question; None where there is none, or it is not known."""
+    crosses_zero: bool = False
+    """Whether a ratio of two scores says nothing."""
 
 
 _SHARE = Definition(True, SHARE)
@@ -36,12 +38,12 @@ KNOWN: dict[str, Definition] = {
     # less is better
     **dict.fromkeys(("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "wer", "fid"), _LOWER),
     "brier_score": Definition(False, (0.0, 2.0)),
-    # images; ImageReward crosses zero, so that a ratio of it says nothing
-    "clip_score": Definition(True, (0.0, 100.0)),
-    "clip_iqa": _SHARE,
-    "image_reward": _HIGHER,
+    # images
+    "clip_score": _HIGHER,
+    "clip_iqa": _HIGHER,
+    "image_reward": Definition(True, None, crosses_zero=True),
     "psnr": _HIGHER,
-    "ssim": Definition(True, (-1.0, 1.0)),
+    "ssim": Definition(True, (-1.0, 1.0), crosses_zero=True),
     "lpips": _LOWER,
 }  # fmt: skip
 _OF_SAMPLES = re.compile(r"(pass|maj|avg|cov|majority|mean)[@_](k|\d+)(:\d+)?")

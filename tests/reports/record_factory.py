@@ -12,7 +12,7 @@ from halfbyte.records.fidelity import FidelityRecord, Window
 from halfbyte.records.record import EvaluationRecord, Fingerprint, Health, Metric, ModelSummary, SubtaskFingerprint
 
 CHOICES = ("red", "green", "blue", "yellow")
-Edit = Callable[[dict[str, Any]], None]
+Edit = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 def digest(text: str) -> str:
@@ -61,7 +61,7 @@ def write_record(
     higher_is_better: bool = True,
     format: str = "bfloat16",
     of: ModelSummary | None = None,
-    edit: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
+    edit: Edit | None = None,
     questions: Callable[[int], str] | None = None,
     subtask: dict[str, Any] | None = None,
     reported: float | None = None,

@@ -68,32 +68,12 @@ def test_too_few_questions_are_inconclusive_even_without_a_single_flip(tmp_path:
     assert verdict(gated(tmp_path, (100, 60, 0, 0))) == ("inconclusive", 3)
 
 
-def test_one_lost_question_of_thirty_does_not_block_a_release(tmp_path: Path) -> None:
-    assert verdict(gated(tmp_path, (30, 4, 1, 0))) == ("inconclusive", 3)
-
-
 def test_a_task_that_the_baseline_cannot_do_is_no_evidence_however_many_questions_it_has(tmp_path: Path) -> None:
     found = gated(tmp_path, (5000, 5, 0, 0))
     assert verdict(found) == ("inconclusive", 3)
     assert found.verdict is not None
     assert "cannot show a loss" in found.verdict.sentence
     assert found.verdict.next_step == "Evaluate a task that the baseline can do."
-
-
-def test_two_empty_folders_are_an_error(tmp_path: Path) -> None:
-    for side in ("baseline", "candidate"):
-        (tmp_path / side).mkdir()
-    with pytest.raises(UserError, match="no evaluation record"):
-        compare(tmp_path / "baseline", tmp_path / "candidate", RELEASE)
-    with pytest.raises(UserError, match="no folder to compare"):
-        compare([], [], RELEASE)
-
-
-def test_a_candidate_folder_without_results_is_an_error(tmp_path: Path) -> None:
-    write_record(tmp_path / "baseline", [1.0, 0.0])
-    (tmp_path / "candidate").mkdir()
-    with pytest.raises(UserError, match=r"no evaluation record in .*candidate"):
-        compare(tmp_path / "baseline", tmp_path / "candidate", RELEASE)
 
 
 def test_a_candidate_that_left_out_a_task_is_refused(tmp_path: Path) -> None:
@@ -109,14 +89,6 @@ def test_a_candidate_that_left_out_a_task_is_refused(tmp_path: Path) -> None:
     ]
     with pytest.raises(UserError, match="did you mean 'mmlu'"):
         compare(tmp_path / "baseline", tmp_path / "candidate", tasks=["mmul"])
-
-
-def test_results_of_two_models_on_one_side_are_refused(tmp_path: Path) -> None:
-    for task, format in (("arc_easy", "FP8"), ("mmlu", "NVFP4")):
-        write_record(tmp_path / "baseline" / task, [1.0, 0.0], task=task)
-        write_record(tmp_path / "candidate" / task, [1.0, 0.0], task=task, format=format)
-    with pytest.raises(UserError, match="records of the candidate are of 2 different models"):
-        compare(tmp_path / "baseline", tmp_path / "candidate", RELEASE)
 
 
 def test_a_limited_record_is_refused_unless_the_policy_allows_it(tmp_path: Path) -> None:
@@ -190,27 +162,6 @@ def test_a_policy_whose_tasks_were_not_evaluated_is_refused(tmp_path: Path) -> N
 
 def test_margins_differ_by_task(tmp_path: Path) -> None:
     assert verdict(gated(tmp_path, (2376, 1225, 69, 55), policy(margins={"arc_easy": 0.02}))) == ("pass", 0)
-
-
-def test_a_metric_where_lower_is_better_fails_when_it_rises(tmp_path: Path) -> None:
-    ours, theirs = [6.0 + i % 7 / 10 for i in range(50)], [9.0 + i % 5 / 10 for i in range(50)]
-    write_record(tmp_path / "b", ours, metric="perplexity", higher_is_better=False)
-    write_record(tmp_path / "c", theirs, metric="perplexity", higher_is_better=False, format="NVFP4")
-    found = compare(tmp_path / "b", tmp_path / "c", policy(margins={"perplexity": 0.1}))
-    assert verdict(found) == ("fail", 1)
-    assert found.tasks[0].result.loss > 2
-    assert found.tasks[0].recovery is not None
-    assert found.tasks[0].recovery < 100
-    turned = policy(margins={"perplexity": 0.1}, better_alpha=None)
-    assert verdict(compare(tmp_path / "c", tmp_path / "b", turned)) == ("pass", 0)
-
-
-def test_a_scale_that_crosses_zero_has_no_recovery(tmp_path: Path) -> None:
-    write_record(tmp_path / "b", [1.1, -0.2, 0.7, 0.4] * 10, metric="reward")
-    write_record(tmp_path / "c", [0.4, -0.9, 0.1, -0.2] * 10, metric="reward", format="NVFP4")
-    found = compare(tmp_path / "b", tmp_path / "c", policy(margins={"reward": 0.1}))
-    assert found.tasks[0].recovery is None
-    assert verdict(found) == ("fail", 1)
 
 
 def test_values_without_spread_are_inconclusive_and_say_why(tmp_path: Path) -> None:
