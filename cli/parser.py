@@ -35,6 +35,7 @@ def build_parser() -> ArgumentParser:
     _add_compare(commands)
     _add_gate(commands)
     _add_recipes(commands)
+    _add_cache(commands)
     return parser
 
 
@@ -64,6 +65,17 @@ def _positive(text: str) -> int:
     return number
 
 
+def _days(text: str) -> float:
+    """A number of days, not negative."""
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
+    if not 0 <= days < 1e6:
+        raise ArgumentTypeError(f"'{text}' is not a number of days")
+    return days
+
+
 def _natural(text: str) -> int:
     """A whole number of at least 0."""
     return 0 if text.strip() == "0" else _positive(text)
@@ -89,6 +101,14 @@ def _add_work(parser: ArgumentParser) -> None:
     )
 
 
+def _add_repeat(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--repeat-baseline",
+        action="store_true",
+        help="evaluate the baseline twice, in other batches and with other seeds, and keep what flips as noise floor",
+    )
+
+
 def _add_run(commands: Commands) -> None:
     parser = _command(
         commands,
@@ -110,8 +130,10 @@ def _add_run(commands: Commands) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="make the checkpoint again and evaluate it, replacing what a run wrote in the output folder",
+        help="make the checkpoint again and evaluate it, replacing what a run wrote in the output folder; what was "
+        "evaluated of the baseline stays in the cache (`halfbyte cache`)",
     )
+    _add_repeat(parser)
 
 
 def _add_quantize(commands: Commands) -> None:
@@ -167,14 +189,27 @@ def _add_eval(commands: Commands) -> None:
         "evaluate",
         "evaluate a model or an exported checkpoint on lm-eval tasks",
         "  halfbyte eval models/SmolLM2-135M-Instruct --tasks smoke --output out/bf16\n"
-        "  halfbyte eval out/nvfp4 --tasks arc_easy,gsm8k --limit 100 --data-root DATA --output out/nvfp4-eval",
+        "  halfbyte eval out/nvfp4 --tasks arc_easy,gsm8k --limit 100 --data-root DATA --output out/nvfp4-eval\n"
+        "  halfbyte eval meta-llama/Llama-3.1-8B-Instruct --tasks mmlu,gsm8k --num-fewshot 5 --dry-run\n"
+        "  halfbyte eval models/SmolLM2-135M-Instruct --tasks gsm8k --apply-chat-template --show 3",
     )
     parser.add_argument("model", metavar="MODEL", help="hub id, model folder or exported checkpoint")
     parser.add_argument("--tasks", required=True, metavar="A,B", help="lm-eval tasks or groups, and `smoke`")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for results and samples")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder for results and samples; not needed to look or to plan"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="build all prompts, print questions, tokens and time, and stop"
+    )
+    parser.add_argument(
+        "--show", type=_positive, metavar="N", help="print N prompts a task as the model sees them, with its answers"
+    )
     parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N questions of every task")
     parser.add_argument(
         "--num-fewshot", type=_natural, metavar="N", help="examples in the prompt; the task's own if absent"
+    )
+    parser.add_argument(
+        "--samples", type=_positive, metavar="K", help="texts drawn for each question; the task's own number if absent"
     )
     parser.add_argument(
         "--batch-size", type=_positive, metavar="N", help="texts generated at once (what suits the device)"
@@ -187,6 +222,12 @@ def _add_eval(commands: Commands) -> None:
     parser.add_argument(
         "--max-length", type=_positive, metavar="N", help="longest input in tokens; the model's own if absent"
     )
+    parser.add_argument(
+        "--allow-truncated",
+        action="store_true",
+        help="cut longer prompts from the left, and count them, in place of an error",
+    )
+    _add_repeat(parser)
     _add_work(parser)
 
 
@@ -242,3 +283,20 @@ def _add_recipes(commands: Commands) -> None:
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
     parser.add_argument("--resolved", action="store_true", help="with base, overrides and defaults filled in")
     _add_set(parser)
+
+
+def _add_cache(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "cache",
+        "cache",
+        "list what is kept between runs, or delete some of it without asking",
+        "  halfbyte cache\n"
+        "  halfbyte cache prune --older-than 30\n"
+        "  halfbyte cache prune evaluations/0123456789abcdef datasets\n"
+        "  halfbyte cache prune --all",
+    )
+    parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list", help="list (default) or prune")
+    parser.add_argument("name", nargs="*", metavar="NAME", help="entries by name, its beginning, or a pattern with *")
+    parser.add_argument("--older-than", type=_days, metavar="DAYS", help="only what was not used for so many days")
+    parser.add_argument("--all", action="store_true", help="everything")

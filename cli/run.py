@@ -79,15 +79,8 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
     from halfbyte.quant import produce
     from halfbyte.reports.compare import compare
     from halfbyte.reports.write import write_reports
-    from halfbyte.stages import (
-        Side,
-        cached_record,
-        evaluate_side,
-        keep_copy,
-        measure,
-        observe_baseline,
-        release_canary,
-    )
+    from halfbyte.sides import Side, cached_records, keep_copy, measure_noise, own_records
+    from halfbyte.stages import measure, observe_baseline, release_canary
 
     recipe = job.recipe
     settings = recipe.evaluate
@@ -100,8 +93,11 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         _say(args, recipe, "plan", f"{job.source.name} on {job.device}\n{job.plan}")
         baseline = Side(job.source.digest, job.device.type, job.dtype, job.open_baseline)
         _say(args, recipe, "baseline", job.source.name)
-        cached = evaluate_side(baseline, settings, cached_record(baseline.digest), args.data_root)
+        cached = cached_records(baseline, settings, args.data_root)
         ours = [keep_copy(record, folder.evaluations(baseline.digest)) for record in cached]
+        if args.repeat_baseline:
+            _say(args, recipe, "baseline", "once more, in other batches")
+            measure_noise(baseline, settings, ours, args.data_root)
         reference = observe_baseline(baseline, settings.canary) if settings.canary else None
         baseline.free()
         _say(args, recipe, "quantize", str(folder.checkpoint))
@@ -114,10 +110,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
             where = folder.canary(candidate.digest)
             release_canary(reference, baseline.digest, candidate, settings.canary, where)
         _say(args, recipe, "candidate", f"read back from {folder.checkpoint}")
-        records = folder.evaluations(candidate.digest)
-        theirs = evaluate_side(
-            candidate, settings, lambda spec, key: records / f"{spec.task}@{key[:16]}", args.data_root
-        )
+        theirs = own_records(candidate, settings, folder.evaluations(candidate.digest), args.data_root)
         fidelity = None
         if settings.fidelity is not None:
             _say(args, recipe, "fidelity", settings.fidelity.source.dataset)

@@ -15,11 +15,11 @@ from lm_eval.api.model import LM
 
 from halfbyte.eval.asked import Book, Question
 from halfbyte.eval.backend import Backend, Generated, Prompt, Sampling, sample_seed, sampling_of
+from halfbyte.eval.progress import Progress, work_of
 from halfbyte.eval.prompts import encode, encode_documents, encode_pairs
 from halfbyte.eval.sharing import Request
 from halfbyte.records.errors import UserError
 from halfbyte.records.journal import Journal
-from halfbyte.records.progress import progress_bar
 from halfbyte.records.record import Asked
 
 
@@ -61,9 +61,11 @@ class JournaledLM(LM):
         self.generated: dict[Question, list[Generated]] = {}
         """The samples of each question, in the order of lm-eval's resps."""
         self.spent: dict[str, tuple[int, float]] = {}
-        """By method, tokens (scored: of all requests; generated: without prompts) and seconds of what this process
+        """By method, tokens (scored: shared ones once; generated: without prompts) and seconds of what this process
         computed, without what was in a journal."""
-        self._texts = _Texts(backend) if backend.tokenizer is not None else None
+        self.distinct_tokens = 0
+        """Prompt tokens that are computed, shared beginnings counted once."""
+        self._texts = _Texts(tokenizer, backend.max_length) if tokenizer is not None else None
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood (nats) of each continuation, and whether greedy decoding would give it."""
@@ -72,7 +74,7 @@ class JournaledLM(LM):
         cut = [_cut(request, self.max_length) for request in encoded]
         lost = [len(whole.context) - len(part.context) for whole, part in zip(encoded, cut, strict=True)]
         self._note(requests, [[request] for request in cut], lost)
-        answers = self._score("loglikelihood", requests, cut)
+        answers = self._score("loglikelihood", requests, cut, [_question(request) for request in requests])
         self._refuse_nonsense([value for value, _ in answers])
         return answers
 
@@ -81,21 +83,24 @@ class JournaledLM(LM):
         documents = encode_documents(self._require_texts(), [request.args[0] for request in requests])
         windows = [window for document in documents for window in document]
         self._note(requests, documents)
-        scores = iter(self._score("loglikelihood_rolling", requests, windows))
+        owners = [_question(request) for request, document in zip(requests, documents, strict=True) for _ in document]
+        scores = iter(self._score("loglikelihood_rolling", requests, windows, owners))
         answers = [math.fsum(next(scores)[0] for _ in document) for document in documents]
         self._refuse_nonsense(answers)
         return answers
 
-    def _score(self, method: str, requests: list[Instance], encoded: list[Request]) -> list[tuple[float, bool]]:
+    def _score(
+        self, method: str, requests: list[Instance], encoded: list[Request], owners: Sequence[Question]
+    ) -> list[tuple[float, bool]]:
         batches = self.backend.score_batches(encoded)
-        sizes = [len(context) + len(continuation) for context, continuation in encoded]
+        work = work_of(batches, [len(context) + len(continuation) for context, continuation in encoded])
+        self.distinct_tokens += sum(work)
 
         def answer(index: int) -> tuple[list[Any], int]:
-            batch = batches[index]
-            found = [[value, greedy] for value, greedy in self.backend.score(encoded, batch)]
-            return found, sum(sizes[at] for at in batch.members)
+            found = [[value, greedy] for value, greedy in self.backend.score(encoded, batches[index])]
+            return found, work[index]
 
-        answers = self._run(method, requests, [batch.members for batch in batches], answer)
+        answers = self._run(method, requests, [batch.members for batch in batches], answer, owners, work)
         return [(value, greedy) for value, greedy in answers]
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
@@ -111,7 +116,9 @@ class JournaledLM(LM):
             found = self.backend.generate([prompts[at] for at in batches[index]])
             return [[one.text, one.tokens, one.stop, one.seed] for one in found], sum(one.tokens for one in found)
 
-        answers = [Generated(*values) for values in self._run("generate_until", requests, batches, answer)]
+        owners = [_question(request) for request in requests]
+        self.distinct_tokens += sum(map(len, {prompt.tokens for prompt in prompts if prompt.tokens is not None}))
+        answers = [Generated(*values) for values in self._run("generate_until", requests, batches, answer, owners)]
         for request, generated in zip(requests, answers, strict=True):
             self.generated.setdefault(_question(request), []).append(generated)
         return [generated.text for generated in answers]
@@ -177,10 +184,11 @@ class JournaledLM(LM):
         """
         lost = lost or [0] * len(requests)
         if not self.allow_truncated and any(lost):
-            number = sum(map(bool, lost))
+            number, worst = sum(map(bool, lost)), max(range(len(lost)), key=lambda at: lost[at])
+            task, doc_id = _question(requests[worst])
             raise UserError(
                 f"{self.label}: {number} of {len(requests)} prompts do not fit into {self.max_length} tokens together "
-                f"with their answers; the longest by {max(lost)}",
+                f"with their answers; that of question {doc_id} of {task} is {lost[worst]} tokens too long",
                 "raise max_length, ask with fewer examples, or set evaluate.allow_truncated",
             )
         for request, windows, missing in zip(requests, fed, lost, strict=True):
@@ -209,16 +217,27 @@ class JournaledLM(LM):
         requests: list[Instance],
         batches: list[list[int]],
         answer: Callable[[int], tuple[list[Any], int]],
+        owners: Sequence[Question],
+        work: Sequence[int] | None = None,
     ) -> list[Any]:
-        """All answers, batch by batch, those in the journal from there; `batches` say where each belongs."""
+        """All answers, batch by batch, those in the journal from there; `batches` say where each belongs.
+
+        Args:
+            method: lm-eval's.
+            requests: lm-eval's.
+            batches: What is answered together.
+            answer: Answers a batch, with the tokens computed or generated for it.
+            owners: For the progress bar, the question of each position in `batches`.
+            work: And the tokens of each batch, where they are known before.
+        """
         answers: list[Any] = [None] * sum(map(len, batches))
         key = _requests_digest(self.key, method, requests, batches)
         with (
             Journal(self.folder / f"journal-{method}.jsonl", key) as journal,
-            progress_bar(total=sum(map(len, batches)), desc=self.label, unit="request") as bar,
+            Progress(self.label, owners, batches, work) as bar,
         ):
-            bar.update(sum(len(batch) for batch in batches[: len(journal.entries)]))
-            bar.initial = bar.n  # the ETA is of what is left, not of what an earlier process did
+            for index in range(len(journal.entries)):
+                bar.known(index)
             for index, batch in enumerate(batches):
                 if index == len(journal.entries):
                     start = time.perf_counter()
@@ -226,7 +245,7 @@ class JournaledLM(LM):
                     tokens, seconds = self.spent.get(method, (0, 0.0))
                     self.spent[method] = tokens + size, seconds + time.perf_counter() - start
                     journal.append({"answers": found})
-                    bar.update(len(batch))
+                    bar.answered(index, size)
                 for at, value in zip(batch, journal.entries[index]["answers"], strict=True):
                     answers[at] = value
         return answers
@@ -267,11 +286,11 @@ class JournaledLM(LM):
 class _Texts:
     """What eval.prompts encodes with."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.tokenizer: Any = backend.tokenizer
-        self.max_length = backend.max_length
-        begin = self.tokenizer.bos_token_id
-        self.prefix_token_id = int(self.tokenizer.eos_token_id if begin is None else begin)
+    def __init__(self, tokenizer: Any, max_length: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        begin = tokenizer.bos_token_id
+        self.prefix_token_id = int(tokenizer.eos_token_id if begin is None else begin)
 
     def tok_encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""

@@ -75,7 +75,12 @@ def find_manager(name: str) -> TaskManager:
     raise UserError(error.message, f"{near}`lm-eval ls tasks` lists lm-eval's; ours: {', '.join(ours.all_tasks)}")
 
 
-def load_task(name: str, root: Path | None, seed: int = 1234) -> list[Any]:
+def is_ours(name: str) -> bool:
+    """Whether a task is one of our own files, and not lm-eval's."""
+    return name in task_manager(ours_only=True).all_tasks
+
+
+def load_task(name: str, root: Path | None, seed: int = 1234, datasets_used: list[str] | None = None) -> list[Any]:
     """lm-eval's objects for a task or group (one), or for a tag (one for each of its tasks).
 
     Python's and numpy's random numbers are seeded first: some tasks shuffle their choices while they load.
@@ -84,6 +89,7 @@ def load_task(name: str, root: Path | None, seed: int = 1234) -> list[Any]:
         name: As lm-eval knows it, or one of ours.
         root: The data root, see recipes.data.data_root.
         seed: For the order of shuffled choices.
+        datasets_used: The names of the data sets it is loaded from are added to it.
 
     Raises:
         UserError: for an unknown task, a data set that is not to be had, a split it lacks, or no question in it.
@@ -107,6 +113,8 @@ def load_task(name: str, root: Path | None, seed: int = 1234) -> list[Any]:
         if "out of bounds for size 0" not in str(error):
             raise
         raise UserError(f"task '{name}' has no question in data set '{seen[-1].name}'") from error
+    if datasets_used is not None:
+        datasets_used += dict.fromkeys(entry.name for entry in seen)
     groups = loaded.get("groups") or {}
     if name in groups:
         return [groups[name]]

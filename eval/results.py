@@ -12,6 +12,8 @@ from lm_eval.api.registry import is_higher_better
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import handle_non_serializable, hash_string, sanitize_list
 
+from halfbyte.eval.answers import NO_ANSWER
+from halfbyte.eval.lm import JournaledLM
 from halfbyte.records.digests import text_digest, value_digest
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.files import write_text
@@ -85,12 +87,20 @@ def _questions(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for _, row in sorted({int(row["doc_id"]): row for row in rows}.items())]
 
 
+def generation_settings(task: Any, default_max_gen_toks: int) -> dict[str, Any]:
+    """The generation settings of a task as applied."""
+    found: dict[str, Any] = json.loads(
+        _dumps(normalize_gen_kwargs(task.config.generation_kwargs or {}, default_max_gen_toks))
+    )
+    return found
+
+
 def subtask_fingerprint(task: Any, rows: list[dict[str, Any]], default_max_gen_toks: int) -> SubtaskFingerprint:
     """What was asked in a subtask, from lm-eval's task object and its logged samples."""
     questions = _questions(rows)
     generation = None
     if task.OUTPUT_TYPE == "generate_until":
-        generation = json.loads(_dumps(normalize_gen_kwargs(task.config.generation_kwargs or {}, default_max_gen_toks)))
+        generation = generation_settings(task, default_max_gen_toks)
     return SubtaskFingerprint(
         version=str(task.VERSION),
         num_fewshot=int(task.config.num_fewshot or 0),
@@ -161,20 +171,53 @@ def primary_metric(wanted: str | None, metrics: list[Metric]) -> list[str]:
     raise unknown_name("metric", wanted, {f"{entry.metric},{entry.filter}" for entry in metrics})
 
 
-def unanswered(tasks: dict[str, Any], samples: dict[str, list[dict[str, Any]]], filter_name: str) -> int | None:
-    """Questions for which the filter `filter_name` extracted nothing; None where no filter extracts."""
-    total: int | None = None
-    for subtask, task in tasks.items():
-        for entry in task.config.filter_list or []:
-            steps = [step for step in entry["filter"] if step["function"] in EXTRACTORS]
-            if entry["name"] != filter_name or not steps:
-                continue
-            fallback = steps[0].get("fallback", "[invalid]")
-            rows = [row for row in samples[subtask] if row["filter"] == filter_name]
-            total = (total or 0) + sum(
-                all(answer == fallback for answer in _flat(row["filtered_resps"])) for row in rows
-            )
-    return total
+def add_proof(tasks: dict[str, Any], samples: dict[str, list[dict[str, Any]]], lm: JournaledLM) -> None:
+    """Adds to each sample row what the model was given, how its texts ended, and whether they hold an answer.
+
+    See records.record.Sample for the keys: asked, generated, answered.
+    """
+    for subtask, rows in samples.items():
+        task = tasks[subtask]
+        for row in rows:
+            question = (str(task.config.task), int(row["doc_id"]))
+            row["asked"] = lm.book.asked[question].model_dump(mode="json")
+            if task.OUTPUT_TYPE == "generate_until":
+                row["generated"] = [
+                    {"tokens": one.tokens, "stop": one.stop, "seed": one.seed} for one in lm.generated[question]
+                ]
+                row["answered"] = _answered(task, row)
+
+
+def _answered(task: Any, row: dict[str, Any]) -> list[bool] | None:
+    """Whether each answer that a filter gives was found in its text; None where the filter looks for none."""
+    steps = [
+        step
+        for entry in task.config.filter_list or []
+        for step in entry["filter"]
+        if entry["name"] == row["filter"] and _extracts(step)
+    ]
+    answers = _flat(row["filtered_resps"])
+    if not steps:
+        return None
+    nothing = {NO_ANSWER, *(step.get("fallback", "[invalid]") for step in steps)}
+    return [answer not in nothing for answer in answers]
+
+
+def _extracts(step: dict[str, Any]) -> bool:
+    """Whether a step of a filter looks for an answer: lm-eval's extractors, and ours, which give NO_ANSWER."""
+    ours = getattr(step.get("filter_fn"), "__module__", None) == "halfbyte.eval.protocols"
+    return step["function"] in EXTRACTORS or (step["function"] == "custom" and ours)
+
+
+def unanswered(samples: dict[str, list[dict[str, Any]]], filter_name: str) -> int | None:
+    """Answers that the filter `filter_name` did not find; None where it looks for none."""
+    found = [
+        row["answered"]
+        for rows in samples.values()
+        for row in rows
+        if row["filter"] == filter_name and row.get("answered") is not None
+    ]
+    return sum(not answered for row in found for answered in row) if found else None
 
 
 def _flat(value: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from halfbyte.records.digests import cache_folder, value_digest
+from halfbyte.records.digests import cache_folder, file_digests, value_digest
 from halfbyte.records.errors import UserError
 
 DATA_VARIABLE = "HALFBYTE_DATA"
@@ -55,6 +55,19 @@ def cache_of(found: str) -> str | None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     state = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     return str(cache_folder() / "datasets" / value_digest(state)[:16])
+
+
+def dataset_digest(name: str, root: Path | None) -> str:
+    """What tells the content of a data set below the data root from others; "" where it comes from the hub."""
+    folder = Path(find_dataset(name, root))
+    return folder_digest(folder) if folder.is_absolute() else ""
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over the names and contents of all files in a folder; "" where there is none."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".pyc"))
+    names = [str(path.relative_to(folder)) for path in files]
+    return value_digest(list(zip(names, file_digests(files), strict=True))) if files else ""
 
 
 @cache

@@ -22,8 +22,14 @@ from halfbyte.records.files import read_as, write_json
 RECORD_FILE = "record.json"
 UNKNOWN = "unknown"
 """A setting that a server does not tell. It agrees with nothing, not even with itself."""
+OUR_TASKS = "halfbyte/tasks"
+"""What the digest of our own task files is under in EvaluationRecord.data."""
 SCHEMA_VERSION = 2
 """Of record.json. 2: `asked` and `generated` in the sample lines, speed, content digests; version 1 is still read."""
+
+
+class DamagedRecord(UserError):
+    """A record that is not, or no longer, as it was written."""
 
 
 class _Strict(BaseModel):
@@ -193,6 +199,8 @@ class EvaluationRecord(_Strict):
     speed: Speed | None = None
     repeat: int = 0
     """0; 1 for the second evaluation of a baseline, which asks the same in other batches and with other seeds."""
+    data: dict[str, str] = Field(default_factory=dict)
+    """Digest of each data set that lay in the data root, by hub id ("" for one of the hub), and of our task files."""
     files: dict[str, str] = Field(default_factory=dict)
     """SHA-256 of each of the other files, by name."""
     seal: str = ""
@@ -245,29 +253,32 @@ def load_record(folder: Path) -> EvaluationRecord:
     """Reads the record in `folder`.
 
     Raises:
-        UserError: when there is none, or it is of another version.
+        DamagedRecord: when there is none, or it is of another version.
     """
-    return read_as(
-        folder / RECORD_FILE, EvaluationRecord, "a record of this version of halfbyte", hint="evaluate again"
-    )
+    try:
+        return read_as(
+            folder / RECORD_FILE, EvaluationRecord, "a record of this version of halfbyte", hint="evaluate again"
+        )
+    except UserError as error:
+        raise DamagedRecord(error.message, error.hint) from None
 
 
 def verify_content(folder: Path) -> EvaluationRecord:
     """Reads the record in `folder` and the digests of its files: what a copy may be made of, and a cache may give.
 
     Raises:
-        UserError: naming what is missing, has changed since it was written, or was written without digests.
+        DamagedRecord: naming what is missing, has changed since it was written, or was written without digests.
     """
     record = load_record(folder)
     if record.seal != record._seal():
         what = "has changed since it was written" if record.seal else "is of a version that wrote no digests"
-        raise UserError(f"{folder / RECORD_FILE} {what}", "evaluate again")
+        raise DamagedRecord(f"{folder / RECORD_FILE} {what}", "evaluate again")
     for name in (record.results_file, *record.samples_files.values()):
         path = folder / name
         if not path.is_file():
-            raise UserError(f"{path} is missing from the record", "evaluate again")
+            raise DamagedRecord(f"{path} is missing from the record", "evaluate again")
         if _content(path) != record.files.get(name):
-            raise UserError(f"{path} has changed since it was written", "evaluate again")
+            raise DamagedRecord(f"{path} has changed since it was written", "evaluate again")
     return record
 
 

@@ -22,15 +22,16 @@ HEAVY = ("torch", "transformers", "lm_eval", "scipy", "matplotlib", "modelopt", 
 
 # What is not here can be said in a recipe. An option is added to this list on purpose or not at all.
 OPTIONS = {
-    "run": "--data-root --device --dry-run --force --json --limit --output --quiet --set recipe",
+    "run": "--data-root --device --dry-run --force --json --limit --output --quiet --repeat-baseline --set recipe",
     "quantize": "--data-root --device --dry-run --force --json --model --output --quiet --set recipe",
-    "eval": "--apply-chat-template --batch-size --data-root --device --dtype --json --limit --max-length "
-    "--num-fewshot --output --quiet --tasks --weights model",
+    "eval": "--allow-truncated --apply-chat-template --batch-size --data-root --device --dry-run --dtype --json "
+    "--limit --max-length --num-fewshot --output --quiet --repeat-baseline --samples --show --tasks --weights model",
     "compare": "--format --json --output --policy --quiet baseline candidate",
     "gate": "--json --junit --policy --quiet baseline candidate",
     "verify": "--json --quiet --source checkpoint",
     "dequantize": "--dtype --json --output --quiet checkpoint",
     "recipes": "--json --quiet --resolved --set recipe",
+    "cache": "--all --json --older-than --quiet action name",
 }
 
 

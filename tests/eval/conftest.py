@@ -92,10 +92,11 @@ def write_tasks(folder: Path, questions: int = 24) -> None:
 @pytest.fixture
 def tiny_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tiny tasks in the place of the shipped ones: tiny_{choice,other,generate,rolling,group}."""
-    from halfbyte.eval import resolve
+    from halfbyte.eval import evaluate, resolve
 
     folder = tmp_path / "tasks"
     write_tasks(folder)
+    monkeypatch.setattr(evaluate, "TASKS", folder)
     monkeypatch.setattr(resolve, "TASKS", folder)
     monkeypatch.setattr(resolve, "task_manager", resolve.task_manager.__wrapped__)
     return folder
