@@ -121,12 +121,6 @@ def _e2m1_special_(magnitude: Tensor, x: Tensor) -> Tensor:
     return torch.where(x.isnan(), -1.0, x)
 
 
-def _positive_zeros(x: Tensor) -> Tensor:
-    """x with 0.0 in place of -0.0, whose bits are those of the least integer."""
-    integer = torch.int16 if x.element_size() == 2 else torch.int32
-    return x + 0.0 if int(x.view(integer).min()) == torch.iinfo(integer).min else x
-
-
 @lru_cache(maxsize=4096)
 def _nvfp4_scales(scale_2: float, device: torch.device) -> tuple[float, Tensor, Tensor]:
     """What takes a block's amax to its E4M3 scale; what the E4M3 codes then scale by, and the reciprocals of that."""
@@ -139,9 +133,10 @@ def _nvfp4_fake_(magnitude: Tensor, x: Tensor, special: bool, scale: Tensor, sca
     """The kernels' common part: magnitudes of blocks (changed in place) and their E4M3 scales, by tables of these."""
     codes = scale.view(torch.uint8).flatten().int()
     magnitude.mul_(inverse.index_select(0, codes).unsqueeze(-1))
-    sign = _positive_zeros(_e2m1_special_(magnitude, x) if special else x)
+    sign = _e2m1_special_(magnitude, x) if special else x
     rounded = round_to_e2m1_(magnitude).mul_(scales.index_select(0, codes).unsqueeze(-1))
-    return torch.copysign(rounded.to(x.dtype), sign)
+    # The kernels negate by 0 - x, which makes no -0.0; one can still come of a small value in float16.
+    return rounded.copysign_(sign).add_(0.0).to(x.dtype)
 
 
 def nvfp4_fake_quantize(x: Tensor, amax: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def nvfp4_dynamic(x: Tensor, amax: Tensor) -> Tensor:
     scale = scale.to(torch.float8_e4m3fn).float() * scale_2
     scale = torch.where(scale >= 1e-5, scale, 1.0)
     rounded = _e2m1(divide(blocks.abs(), scale)) * scale
-    return torch.where(blocks >= 0, rounded, -rounded).reshape(x.shape).to(x.dtype)
+    return torch.where(blocks >= 0, rounded, 0.0 - rounded).reshape(x.shape).to(x.dtype)
 
 
 def nvfp4_static(x: Tensor, amax: Tensor, global_amax: Tensor, largest_scale: float) -> Tensor:
@@ -52,7 +52,7 @@ def nvfp4_static(x: Tensor, amax: Tensor, global_amax: Tensor, largest_scale: fl
     blocks = x.float().reshape(amax.numel(), -1)
     safe = torch.where((scale == 0) | scale.isnan() | scale.isinf(), 1.0, scale)
     rounded = _e2m1(divide(blocks.abs(), safe)) * safe
-    signed = torch.where(blocks >= 0, rounded, -rounded)
+    signed = torch.where(blocks >= 0, rounded, 0.0 - rounded)
     return torch.where(scale == 0, 0.0, signed).reshape(x.shape).to(x.dtype)
 
 
