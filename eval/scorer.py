@@ -253,6 +253,14 @@ def _shares_exactly(model: Any) -> bool:
     return False
 
 
+def alike(logits: Tensor, alone: Tensor) -> bool:
+    """Whether logits [vocabulary] are those of a pass alone, up to rounding.
+
+    By the mean of the differences: in bfloat16 the largest of 150,000 is far off in any model.
+    """
+    return float((logits - alone).square().mean().sqrt()) <= 0.2 * float(alone.std()) + 1e-6
+
+
 @torch.inference_mode()
 def _try_sharing(model: Any, seed: int) -> str | None:
     """Why two rows with a cached prefix and two branches each differ from single forward passes; None: they do not."""
@@ -282,7 +290,7 @@ def _try_sharing(model: Any, seed: int) -> str | None:
                 if branch:
                     whole = torch.tensor([[*row.context, *branch]], device=model.device)
                     alone = model(whole, use_cache=False).logits[0, -1].float()
-                    if float((logits[end] - alone).abs().max()) > 0.1 * float(alone.std()) + 1e-6:
+                    if not alike(logits[end], alone):
                         return f"{type(model).__name__} does not read them from a cache"
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         return f"a shared prefix fails: {error}"

@@ -53,6 +53,28 @@ def rows_of(sequences: Sequence[Sequence[int]], tokens: int) -> Iterator[list[Se
         yield row
 
 
+def batches_of(
+    sequences: Sequence[Sequence[int]], tokens: int, *, pack: bool
+) -> Iterator[tuple[list[Sequence[int]], bool]]:
+    """Texts of one forward pass each, of at most `tokens` tokens, and whether they are of one length.
+
+    Those are stacked, [texts, length], as far as they fill batches: no mask is needed then. The rest shares rows, or,
+    where that is not exact, goes in smaller batches of one length. Nothing is padded: padding would be calibrated too.
+    """
+    by_length: dict[int, list[Sequence[int]]] = {}
+    for sequence in sequences:
+        by_length.setdefault(len(sequence), []).append(sequence)
+    rest: list[Sequence[int]] = []
+    for length, group in by_length.items():
+        size = max(1, tokens // length)
+        full = len(group) // size * size if pack else len(group)
+        for first in range(0, full, size):
+            yield group[first : first + size], True
+        rest += group[full:]
+    for row in rows_of(rest, tokens):
+        yield row, False
+
+
 def packed_inputs(row: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
     """input_ids and position_ids, [1, tokens], of several sequences laid end to end."""
     ids = torch.tensor([[token for sequence in row for token in sequence]], device=device)
@@ -74,8 +96,8 @@ def packs_exactly(model: PreTrainedModel) -> bool:
         logger.info("texts are calibrated one by one, since a packed row fails: %s", error)
         return False
     alone = model(**packed_inputs([second], model.device), use_cache=False).logits[0]
-    spread = float(alone.float().std()) + 1e-6
-    exact = float((packed.float() - alone.float()).abs().max()) < 0.1 * spread
+    # The mean of all logits: in bfloat16 the largest of 150,000 differences is far off in any model.
+    exact = float((packed.float() - alone.float()).square().mean().sqrt()) < 0.2 * float(alone.float().std()) + 1e-6
     if not exact:
         logger.info("texts are calibrated one by one, since %s lets packed texts see each other", type(model).__name__)
     return exact
@@ -91,7 +113,7 @@ def forward_loop(
         tokens_per_row: Most tokens in one forward pass.
         pack: Whether several texts may share a row (see packs_exactly).
     """
-    rows = list(rows_of(sequences, tokens_per_row)) if pack else [[sequence] for sequence in sequences]
+    batches = list(batches_of(sequences, tokens_per_row, pack=pack))
 
     @torch.no_grad()
     def loop(model: torch.nn.Module) -> None:
@@ -99,9 +121,10 @@ def forward_loop(
         # Without the logits of every position: nobody reads them, and a large vocabulary would need gigabytes.
         extra = {} if _head_is_quantized(model) else {"logits_to_keep": 1}
         with progress_bar(total=sum(map(len, sequences)), unit="token", desc="calibrate") as bar:
-            for row in rows:
-                model(**packed_inputs(row, device), use_cache=False, **extra)
-                bar.update(sum(map(len, row)))
+            for texts, stacked in batches:
+                inputs = {"input_ids": torch.tensor(texts, device=device)} if stacked else packed_inputs(texts, device)
+                model(**inputs, use_cache=False, **extra)
+                bar.update(sum(map(len, texts)))
 
     return loop
 

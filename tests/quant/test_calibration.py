@@ -17,6 +17,17 @@ def test_rows_keep_order_and_size() -> None:
     assert list(calibration.rows_of(texts, 9)) == [[[1] * 5, [2] * 4], [[3] * 9], [[4]]]
 
 
+def test_texts_of_one_length_are_stacked_and_the_rest_is_packed() -> None:
+    texts = [[at] * length for at, length in enumerate((4, 3, 4, 4, 9, 4, 4))]
+    stacked = [([texts[0], texts[2]], True), ([texts[3], texts[5]], True)]
+    assert list(calibration.batches_of(texts, 8, pack=True)) == [
+        *stacked, ([texts[4]], True), ([texts[6], texts[1]], False),
+    ]  # fmt: skip
+    assert list(calibration.batches_of(texts, 8, pack=False)) == [
+        *stacked, ([texts[6]], True), ([texts[1]], True), ([texts[4]], True),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
 def test_packed_texts_give_the_logits_of_single_ones(family: str) -> None:
     model = make_model(family).float()
@@ -77,12 +88,12 @@ def _smoothing(texts: list[list[int]], tokens_per_row: int, *, pack: bool) -> tu
     return {name: value for name, value in model.named_buffers() if name.endswith("_pre_quant_scale")}, passes
 
 
-def test_awq_finds_the_same_scales_for_packed_texts_in_fewer_passes() -> None:
+def test_awq_finds_the_same_scales_for_stacked_texts_in_fewer_passes() -> None:
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(0, 384, (24,), generator=generator).tolist() for _ in range(16)]
-    packed, few = _smoothing(texts, 24 * 8, pack=True)
-    single, many = _smoothing(texts, 24 * 8, pack=False)
+    stacked, few = _smoothing(texts, 24 * 8, pack=True)
+    single, many = _smoothing(texts, 24, pack=False)
     assert (few, many) == (4, 32)  # AWQ sees all texts twice
-    assert len(packed) == 14
-    for name, scale in packed.items():
+    assert len(stacked) == 14
+    for name, scale in stacked.items():
         torch.testing.assert_close(scale, single[name], rtol=1e-5, atol=0)
