@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_quantize import LENGTH, RECIPE, write_model
+from bench_quantize import LENGTH, RECIPE
 
 from halfbyte.quant import produce
 from halfbyte.quant.load import load
@@ -46,10 +47,12 @@ def _weight_bytes(model: Any) -> int:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
 @pytest.mark.parametrize("preset", ["FP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG"])
-def test_a_forward_pass_folded_and_packed(preset: str, device: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
-    write_model(tmp_path, tiny_tokenizer, device)
+def test_a_forward_pass_folded_and_packed(
+    preset: str, device: str, tmp_path: Path, shaped: Callable[[str], Path]
+) -> None:
+    folder = shaped(device)
     (tmp_path / "recipe.yaml").write_text(
-        RECIPE.format(folder=tmp_path, preset=preset, samples=8, length=LENGTH, batch=8)
+        RECIPE.format(folder=folder, preset=preset, samples=8, length=LENGTH, batch=8)
     )
     job = produce.prepare(load_recipe(str(tmp_path / "recipe.yaml")), device)
     run = RunFolder(tmp_path / "ours")
@@ -58,7 +61,7 @@ def test_a_forward_pass_folded_and_packed(preset: str, device: str, tmp_path: Pa
     ids = torch.randint(5, 300, TOKENS[device], generator=torch.Generator().manual_seed(0)).to(device)
     seconds, sizes, logits = {}, {}, {}
     for name in ("baseline", "folded", "packed", "baseline again"):
-        spec = ModelSpec(id=str(tmp_path / "model" if name.startswith("baseline") else run.checkpoint))
+        spec = ModelSpec(id=str(folder / "model" if name.startswith("baseline") else run.checkpoint))
         weights: Any = name if name in ("folded", "packed") else "folded"
         model = load(spec, dtype="bfloat16", device=device, weights=weights).model
         seconds[name] = _seconds(model, ids, 10 if device == "cuda" else 3)

@@ -8,9 +8,11 @@ checkpoint on disk; each runs in a process of its own, so that neither inherits 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ start = time.perf_counter()
 import torch, modelopt.torch.quantization as mtq
 from modelopt.torch.export import export_hf_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, device, preset, batch, length = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+folder, output, device, preset, batch, length = *sys.argv[1:5], int(sys.argv[5]), int(sys.argv[6])
 seconds = {"import": time.perf_counter() - start}; start = time.perf_counter()
 tokenizer = AutoTokenizer.from_pretrained(folder + "/model")
 model = AutoModelForCausalLM.from_pretrained(folder + "/model", dtype=torch.bfloat16, device_map=device).eval()
@@ -70,7 +72,7 @@ def loop(model):
             model(part.to(model.device))
 mtq.quantize(model, getattr(mtq, preset), loop)
 seconds["calibrate"] = time.perf_counter() - start; start = time.perf_counter()
-export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=folder + "/plain")
+export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=output + "/plain")
 seconds["export"] = time.perf_counter() - start
 """
 
@@ -130,13 +132,16 @@ def _row(name: str, figures: dict[str, float]) -> str:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
 @pytest.mark.parametrize("preset", ["NVFP4_DEFAULT_CFG", "FP8_DEFAULT_CFG"])
-def test_a_quantization_beside_the_plain_flow(preset: str, device: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
-    write_model(tmp_path, tiny_tokenizer, device)
+def test_a_quantization_beside_the_plain_flow(
+    preset: str, device: str, tmp_path: Path, shaped: Callable[[str], Path]
+) -> None:
+    folder = shaped(device)
     batch = 8
+    sizes = [int(size) for size in os.environ.get("HALFBYTE_PLAIN_BATCHES", f"1,{batch}").split(",")]
     (tmp_path / "recipe.yaml").write_text(
-        RECIPE.format(folder=tmp_path, preset=preset, samples=SAMPLES[device], length=LENGTH, batch=batch)
+        RECIPE.format(folder=folder, preset=preset, samples=SAMPLES[device], length=LENGTH, batch=batch)
     )
-    plain = {size: _measured(PLAIN, tmp_path, device, preset, size, LENGTH) for size in (1, batch)}
+    plain = {size: _measured(PLAIN, folder, tmp_path, device, preset, size, LENGTH) for size in sizes}
     ours = _measured(OURS, tmp_path, device)
     print(f"\n{preset} on {device}, {SAMPLES[device]} texts of {LENGTH} tokens")
     for size, figures in plain.items():

@@ -1,0 +1,122 @@
+"""On a GPU: the checkpoint read back scores where ModelOpt's fake quantization in memory does, as far as noise allows.
+
+What the batch size alone changes in bfloat16, and what other calibration texts change, is measured beside it.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
+
+from halfbyte.eval.prompts import encode_pairs
+from halfbyte.eval.resolve import load_task, quiet_lm_eval
+from halfbyte.eval.scorer import PrefixScorer
+from halfbyte.quant import calibration, configs, ptq
+from halfbyte.quant.checkpoint import quant_format
+from halfbyte.quant.load import open_exported
+from halfbyte.quant.models import locate, open_original, open_tokenizer
+from halfbyte.recipes.schema import QuantizeSpec
+from halfbyte.recipes.texts import load_texts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.real]
+CUDA = torch.device("cuda")
+
+
+def _spec(seed: int) -> QuantizeSpec:
+    """The calibration of recipes/llm/smollm2-135m-fp8.yaml under another seed."""
+    return QuantizeSpec.model_validate(
+        {
+            "preset": "FP8_DEFAULT_CFG",
+            "calibration": {
+                "sources": [
+                    {"dataset": "openai/gsm8k", "name": "main", "field": "question", "samples": 64},
+                    {
+                        "dataset": "Salesforce/wikitext",
+                        "name": "wikitext-2-v1",
+                        "split": "validation",
+                        "field": "text",
+                        "samples": 64,
+                    },
+                ],
+                "length": 512,
+                "seed": seed,
+            },
+        }
+    )
+
+
+class _Questions:
+    """ARC-Easy, and which of its questions a model answers rightly."""
+
+    def __init__(self, data_root: Path, tokenizer: Any) -> None:
+        (self.task,) = load_task("arc_easy", data_root, 1234)
+        self.tokenizer = tokenizer
+
+    def right(self, model: Any, batch_size: int | None) -> list[bool]:
+        """By lm-eval's hf backend at a batch size, or by our scorer for None."""
+        with quiet_lm_eval():
+            backend = HFLM(pretrained=model, tokenizer=self.tokenizer, batch_size=batch_size or 1)
+            self.task.build_all_requests(limit=None, rank=0, world_size=1, tokenizer_name="")
+            pairs = [request.args for request in self.task.instances]
+            if batch_size is None:
+                encoded, scorer = encode_pairs(backend, pairs), PrefixScorer(model)
+                values = [0.0] * len(encoded)
+                for batch in scorer.plan(encoded):
+                    for at, (value, _) in zip(batch.members, scorer.score(encoded, batch), strict=True):
+                        values[at] = value
+            else:
+                values = [value for value, _ in backend.loglikelihood(self.task.instances, disable_tqdm=True)]
+        best: dict[int, tuple[float, int]] = {}
+        for request, value in zip(self.task.instances, values, strict=True):
+            best[request.doc_id] = max(best.get(request.doc_id, (-float("inf"), 0)), (value, request.idx))
+        documents = list(self.task.eval_docs)
+        return [best[at][1] == self.task.doc_to_target(document) for at, document in enumerate(documents)]
+
+
+def _apart(one: list[bool], other: list[bool]) -> int:
+    return sum(a != b for a, b in zip(one, other, strict=True))
+
+
+def test_fp8_read_back_scores_as_in_memory(smollm2: Path, data_root: Path, tmp_path: Path) -> None:
+    """ModelOpt's export merges the amax of q, k, v and of gate and up, so the model in memory is scored after that."""
+    source = locate(str(smollm2))
+    tokenizer = open_tokenizer(source)
+    questions = _Questions(data_root, tokenizer)
+    right: dict[str, list[bool]] = {}
+    for seed in (1234, 1, 2):
+        spec = _spec(seed)
+        model = open_original(source, weights=torch.bfloat16, compute=torch.bfloat16, device=CUDA)
+        if not right:
+            right["bfloat16"] = questions.right(model, 64)
+        texts = [text for one in spec.calibration.sources for text in load_texts(one, seed, data_root).texts]
+        rows = calibration.tokenize(texts, tokenizer, 512)
+        # One text a batch, as ModelOpt's own loop over texts of unequal length has it.
+        loop = calibration.forward_loop(rows, tokens_per_row=1, pack=False)
+        ptq.calibrate(model, configs.quant_config(spec), loop)
+        right[f"seed {seed}, in memory"] = questions.right(model, 64)
+        with torch.no_grad():
+            requantize_resmooth_fused_llm_layers(model)
+        right[f"seed {seed}, amax merged"] = questions.right(model, 64)
+        right[f"seed {seed}, amax merged, batch size 16"] = questions.right(model, 16)
+        unstable = ptq.settle(model)
+        ptq.export(model, tokenizer, tmp_path / str(seed), torch.bfloat16, unstable)
+        declared = quant_format(tmp_path / str(seed))
+        assert declared is not None
+        del model
+        read_back = open_exported(locate(str(tmp_path / str(seed))), declared, dtype=torch.bfloat16, device=CUDA)
+        right[f"seed {seed}, read back"] = questions.right(read_back, 64)
+        right[f"seed {seed}, read back, our scorer"] = questions.right(read_back, None)
+    print()
+    for name, found in right.items():
+        print(f"{name}: {sum(found) / len(found):.4f} ({sum(found)} of {len(found)})")
+    for one, other in combinations(right, 2):
+        print(f"{_apart(right[one], right[other])} answers differ: {one} / {other}")
+    for seed in (1234, 1, 2):
+        merged, shipped = right[f"seed {seed}, amax merged"], right[f"seed {seed}, read back"]
+        assert _apart(merged, shipped) <= 0.01 * len(merged)
