@@ -205,7 +205,7 @@ def _answered(task: Any, row: dict[str, Any]) -> list[bool] | None:
 
 def _extracts(step: dict[str, Any]) -> bool:
     """Whether a step of a filter looks for an answer: lm-eval's extractors, and ours, which give NO_ANSWER."""
-    ours = getattr(step.get("filter_fn"), "__module__", None) == "halfbyte.eval.protocols"
+    ours = str(getattr(step.get("filter_fn"), "__module__", "")).startswith("halfbyte.eval.")
     return step["function"] in EXTRACTORS or (step["function"] == "custom" and ours)
 
 
