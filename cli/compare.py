@@ -40,14 +40,17 @@ def run(args: Namespace) -> int:
 
 def rendered(comparisons: Sequence[Comparison], style: str) -> str:
     """The comparisons as text, markdown, json (the content of comparison.json) or html."""
-    from halfbyte.reports.comparison import ComparisonFile
-    from halfbyte.reports.html import render_html
+    if style == "json":
+        from halfbyte.reports.comparison import ComparisonFile
+
+        return dumps(ComparisonFile(comparisons=list(comparisons)).model_dump(mode="json"))
+    if style == "html":
+        from halfbyte.reports.html import render_html  # imports matplotlib, which takes longer than a gate
+
+        return render_html(comparisons)
     from halfbyte.reports.text import render_markdown, render_text
 
-    if style == "json":
-        return dumps(ComparisonFile(comparisons=list(comparisons)).model_dump(mode="json"))
-    render = {"text": render_text, "markdown": render_markdown, "html": render_html}[style]
-    return render(comparisons)
+    return {"text": render_text, "markdown": render_markdown}[style](comparisons)
 
 
 def compare_folders(baseline: Path, candidate: Path, policy: Policy | None) -> Comparison:

@@ -115,7 +115,7 @@ def _end_of(content: bytes) -> dict[str, Any] | None:
     if head is None or cut < 0:
         return None
     try:
-        found = json.loads(b"{" + content[cut + 2 :])
+        found = json.loads("{" + content[cut + 2 :].decode("utf-8"))  # json.loads guesses the encoding of bytes
     except ValueError:
         return None
     if (
