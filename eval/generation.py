@@ -20,7 +20,7 @@ from torch import Tensor
 from halfbyte.eval.backend import Stop
 from halfbyte.eval.decoding import Decoder, rounded
 from halfbyte.eval.sampling import Dice
-from halfbyte.eval.scorer import attention_window, depends_on_length
+from halfbyte.eval.scorer import alike, attention_window, depends_on_length
 from halfbyte.eval.sharing import Batch, Request, Row, plan
 from halfbyte.eval.slots import Layers, Prefill, bytes_a_token, own_attention, running, shapes_of
 
@@ -198,11 +198,11 @@ class Engine:
                 for sample, logits, row in zip(samples, decoder.logits(*given), following, strict=True):
                     whole = torch.tensor([[*sample.prompt, *sample.tokens]], device=self.model.device)
                     alone = self.model(whole, use_cache=False).logits[0, -1].float()
-                    if not float((logits - alone).abs().max()) <= 0.1 * float(alone.std()) + 1e-6:
+                    if not alike(logits, alone):
                         return f"{type(self.model).__name__} gives other logits there"
                     sample.take(row[step])
             decoder.clear()
-        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+        except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
             return f"{type(self.model).__name__} fails there: {error}"
         return None
 
@@ -369,14 +369,15 @@ class _Run:
         Raises:
             OutOfMemoryError: where there is nothing to halve.
         """
-        count = len(self.active)
-        lone = not count and (not self.waiting or len(self.waiting[0][0].rows) < 2)
-        if count == 1 or lone:
+        count, seating = len(self.active), self.unit is not None
+        if self.engine.most == 1 and (count or seating):
             raise error
-        if count:
-            self.engine.most = count // 2
-        else:
+        if count or seating:
+            self.engine.most = max(1, (count or self.engine.most) // 2)
+        elif self.waiting and len(self.waiting[0][0].rows) > 1:
             self.engine.budget = max(1, self.engine.budget // 2)
+        else:
+            raise error
         logger.info("out of memory with %d sequences; from now on at most %d at once", count, self.engine.most)
         self.rows, self.unit, self.returned = [], None, []
         self.waiting.clear()

@@ -33,7 +33,7 @@ class _Ended(StoppingCriteria):
 
 
 class _Chosen(LogitsProcessor):
-    """Leaves of each row's logits only the token that is drawn with the sample's own random number."""
+    """Leaves of each row's logits only the token that is chosen for it."""
 
     def __init__(self, samples: Sequence[Sample], choose: Choose) -> None:
         self.samples = list(samples)
@@ -97,7 +97,8 @@ def _generate(
     width = max(len(sample.prompt) for sample in samples)
     ids = torch.tensor([[*[0] * (width - len(sample.prompt)), *sample.prompt] for sample in samples])
     seen = torch.tensor([[0] * (width - len(sample.prompt)) + [1] * len(sample.prompt) for sample in samples])
-    draws = samples[0].dice is not None
+    # Not transformers' own penalty, which takes the padding of a shorter prompt for text.
+    processors = LogitsProcessorList([_Chosen(samples, choose)])
     model.generate(
         input_ids=ids.to(model.device),
         attention_mask=seen.to(model.device),
@@ -106,6 +107,6 @@ def _generate(
         pad_token_id=0,
         use_cache=True,
         stopping_criteria=StoppingCriteriaList([_Ended(samples, width, ended)]),
-        logits_processor=LogitsProcessorList([_Chosen(samples, choose)] if draws else []),
-        **options,
+        logits_processor=processors,
+        **{**options, "repetition_penalty": 1.0},
     )
