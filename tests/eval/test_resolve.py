@@ -122,8 +122,8 @@ def test_a_group_is_one_object_and_its_tasks_are_in_it(tiny_tasks: Path) -> None
     ],
 )
 def test_the_real_tasks_load_from_the_data_root(data_root: Path, name: str, tasks: int, questions: int) -> None:
-    from halfbyte.eval.evaluate import _leaves
+    from halfbyte.eval.questions import leaves as find_leaves
 
-    leaves = _leaves(load_task(name, data_root))
+    leaves = find_leaves(load_task(name, data_root))
     assert len(leaves) == tasks
     assert sum(len(task.eval_docs) for task in leaves.values()) == questions
