@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from halfbyte.recipes.data import data_root
+from halfbyte.recipes.find import load_evaluation
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.cache import EVALUATIONS
 from halfbyte.records.digests import cache_folder
@@ -23,7 +22,7 @@ from halfbyte.sides import Side, evaluate_into, identify, measure_noise
 
 if TYPE_CHECKING:
     from halfbyte.eval.plan import TaskPlan
-    from halfbyte.quant.load import Loaded
+    from halfbyte.quant.load import Described, Loaded
 
 
 def run(args: Namespace) -> int:
@@ -34,7 +33,7 @@ def run(args: Namespace) -> int:
     if args.output is None and args.show is None:
         raise UserError("--output is missing", "name the folder for results and samples")
     identity = identify(args.model, dtype=args.dtype, device=args.device)
-    side = Side(identity.digest, identity.device, identity.dtype, partial(_open, args))
+    side = Side(identity.digest, identity.device, identity.dtype, partial(_open, args), partial(_describe, args.model))
     if args.show is not None:
         return _show(args, settings, side)
     folders = evaluate_into(args.output, side, settings, args.data_root, cached=not identity.quantized)
@@ -63,28 +62,31 @@ def _settings(args: Namespace) -> EvaluateSpec:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
-    try:
-        return EvaluateSpec(
-            dtype=args.dtype,
-            weights=args.weights,
-            batch_size=args.batch_size,
-            max_length=args.max_length,
-            allow_truncated=args.allow_truncated,
-            apply_chat_template=args.apply_chat_template,
-            tasks=[
-                TaskSpec(task=name, num_fewshot=args.num_fewshot, limit=args.limit, samples=args.samples)
-                for name in names
-            ],
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{first['loc'][-1]} {first['input']!r}: {first['msg']}") from None
+    block = {
+        "dtype": args.dtype,
+        "weights": args.weights,
+        "batch_size": args.batch_size,
+        "max_length": args.max_length,
+        "allow_truncated": args.allow_truncated,
+        "apply_chat_template": args.apply_chat_template,
+        "tasks": [
+            {"task": name, "num_fewshot": args.num_fewshot, "limit": args.limit, "samples": args.samples}
+            for name in names
+        ],
+    }
+    return load_evaluation(block, args.set)
 
 
 def _open(args: Namespace) -> Loaded:
     from halfbyte.quant.load import load_as_it_is  # torch takes seconds
 
     return load_as_it_is(args.model, dtype=args.dtype, device=args.device, weights=args.weights)
+
+
+def _describe(name: str) -> Described:
+    from halfbyte.quant.load import describe_as_it_is  # torch takes seconds
+
+    return describe_as_it_is(name)
 
 
 def _show(args: Namespace, settings: EvaluateSpec, side: Side) -> int:

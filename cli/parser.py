@@ -191,7 +191,9 @@ def _add_eval(commands: Commands) -> None:
         "  halfbyte eval models/SmolLM2-135M-Instruct --tasks smoke --output out/bf16\n"
         "  halfbyte eval out/nvfp4 --tasks arc_easy,gsm8k --limit 100 --data-root DATA --output out/nvfp4-eval\n"
         "  halfbyte eval meta-llama/Llama-3.1-8B-Instruct --tasks mmlu,gsm8k --num-fewshot 5 --dry-run\n"
-        "  halfbyte eval models/SmolLM2-135M-Instruct --tasks gsm8k --apply-chat-template --show 3",
+        "  halfbyte eval models/SmolLM2-135M-Instruct --tasks gsm8k --apply-chat-template --show 3\n"
+        "  halfbyte eval out/nvfp4 --tasks gsm8k --output out/served --set evaluate.backend=server "
+        "--set evaluate.server.base_url=http://localhost:8000/v1",
     )
     parser.add_argument("model", metavar="MODEL", help="hub id, model folder or exported checkpoint")
     parser.add_argument("--tasks", required=True, metavar="A,B", help="lm-eval tasks or groups, and `smoke`")
@@ -227,6 +229,7 @@ def _add_eval(commands: Commands) -> None:
         action="store_true",
         help="cut longer prompts from the left, and count them, in place of an error",
     )
+    _add_set(parser)
     _add_repeat(parser)
     _add_work(parser)
 

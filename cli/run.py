@@ -30,9 +30,12 @@ def run(args: Namespace) -> int:
     twice = {recipe.name for recipe in recipes if [other.name for other in recipes].count(recipe.name) > 1}
     if twice:
         raise UserError(f"recipe '{min(twice)}' is given twice")
+    from halfbyte.eval.engine import require_two_endpoints
     from halfbyte.eval.run import require_tasks
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in a recipe should not
 
+    for recipe in recipes:
+        require_two_endpoints(recipe.evaluate)
     policies = {recipe.name: _policy_that_applies(recipe) for recipe in recipes}
     jobs = [produce.prepare(recipe, args.device) for recipe in recipes]
     if len(jobs) > 1 and len({job.source.digest for job in jobs}) > 1:
@@ -91,7 +94,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         if not produce.has_checkpoint(job, folder):
             produce.require_space(job, folder)  # before hours of baseline, and not after them
         _say(args, recipe, "plan", f"{job.source.name} on {job.device}\n{job.plan}")
-        baseline = Side(job.source.digest, job.device.type, job.dtype, job.open_baseline)
+        baseline = Side(job.source.digest, job.device.type, job.dtype, job.open_baseline, job.describe_baseline)
         _say(args, recipe, "baseline", job.source.name)
         cached = cached_records(baseline, settings, args.data_root)
         ours = [keep_copy(record, folder.evaluations(baseline.digest)) for record in cached]
@@ -104,7 +107,14 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         summary = produce.produce(job, folder, data_root=args.data_root)
         _say(args, recipe, "verify", str(folder.checkpoint))
         _verify(folder, summary.digest, job)
-        candidate = Side(summary.digest, job.device.type, job.dtype, lambda: job.open_candidate(folder))
+        candidate = Side(
+            summary.digest,
+            job.device.type,
+            job.dtype,
+            lambda: job.open_candidate(folder),
+            lambda: job.describe_candidate(folder),
+            candidate=True,
+        )
         if settings.canary and reference:
             _say(args, recipe, "canary", "a few prompts, beside the baseline")
             where = folder.canary(candidate.digest)

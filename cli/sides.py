@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfbyte.eval.evaluate import evaluate_task, finished_record, settings_key, usable_record
+from halfbyte.eval.evaluate import evaluate_backend, evaluate_task, finished_record, settings_key, usable_record
 from halfbyte.recipes.data import data_root as find_root
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.cache import evaluation_folder, locked, mark_used
@@ -22,7 +22,8 @@ from halfbyte.records.record import RECORD_FILE, DamagedRecord, EvaluationRecord
 from halfbyte.records.run import RunFolder
 
 if TYPE_CHECKING:
-    from halfbyte.quant.load import Loaded
+    from halfbyte.eval.backend import Backend
+    from halfbyte.quant.load import Described, Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,16 @@ def _from_files(name: str, dtype: str, device: str | None) -> Identity | None:
 class Side:
     """A model and what opens it."""
 
-    def __init__(self, digest: str, device: str, dtype: str, opener: Callable[[], Loaded]) -> None:
+    def __init__(
+        self,
+        digest: str,
+        device: str,
+        dtype: str,
+        opener: Callable[[], Loaded],
+        describer: Callable[[], Described],
+        *,
+        candidate: bool = False,
+    ) -> None:
         """Takes what identifies the model.
 
         Args:
@@ -100,10 +110,13 @@ class Side:
             device: Kind of device it will be on: cpu or cuda.
             dtype: What it will compute in.
             opener: Loads it.
+            describer: Describes it for an engine that loads it itself.
+            candidate: Whether a server that serves two models has it as the candidate.
         """
         self.digest, self.device, self.dtype = digest, device, dtype
-        self._opener = opener
+        self._opener, self._describer, self._candidate = opener, describer, candidate
         self._loaded: Loaded | None = None
+        self._backend: Backend | None = None
 
     def loaded(self) -> Loaded:
         """The model, loaded at the first call.
@@ -119,7 +132,8 @@ class Side:
 
     def free(self) -> None:
         """Forgets the loaded model, so that its memory can be used again."""
-        held, self._loaded = self._loaded is not None, None
+        held, self._loaded = self._loaded is not None or self._backend is not None, None
+        self._backend = None
         if held and self.device == "cuda":
             import torch
 
@@ -127,12 +141,34 @@ class Side:
 
     def key(self, spec: TaskSpec, settings: EvaluateSpec, repeat: int = 0) -> str:
         """See eval.evaluate.settings_key."""
-        return settings_key(spec, settings, self.digest, device=self.device, dtype=self.dtype, repeat=repeat)
+        device, dtype = self._where(settings)
+        return settings_key(spec, settings, self.digest, device=device, dtype=dtype, repeat=repeat)
+
+    def _where(self, settings: EvaluateSpec) -> tuple[str, str]:
+        """Device and type as far as they are chosen here."""
+        return {"hf": (self.device, self.dtype), "vllm": (self.device, settings.dtype)}.get(
+            settings.backend, (settings.backend, settings.backend)
+        )
 
     def evaluate(
         self, spec: TaskSpec, settings: EvaluateSpec, output: Path, data_root: Path | None, repeat: int = 0
     ) -> EvaluationRecord:
         """Computes a record, in the place of what is there; see eval.evaluate.evaluate_task."""
+        if settings.backend != "hf":
+            described = self._describer()
+            device, dtype = self._where(settings)
+            return evaluate_backend(
+                lambda: self._engine(settings, described),
+                spec,
+                settings,
+                described.summary,
+                output,
+                data_root,
+                device=device,
+                dtype=dtype,
+                replace=True,
+                repeat=repeat,
+            )
         model = self.loaded()
         return evaluate_task(
             model.model,
@@ -145,6 +181,13 @@ class Side:
             replace=True,
             repeat=repeat,
         )
+
+    def _engine(self, settings: EvaluateSpec, described: Described) -> Backend:
+        from halfbyte.eval.engine import open_engine  # torch and lm-eval take seconds
+
+        if self._backend is None:
+            self._backend = open_engine(settings, described, candidate=self._candidate)
+        return self._backend
 
 
 def cached_records(side: Side, settings: EvaluateSpec, data_root: Path | None, repeat: int = 0) -> list[Path]:

@@ -6,7 +6,7 @@ import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +41,20 @@ def settings_key(
     """
     without_effect = {"tasks", "fidelity", "canary", "dtype", "weights", "allow_truncated"}
     shared = settings.model_dump(mode="json", exclude=without_effect)
+    if settings.server is not None:
+        shared["server"] = settings.server.api  # the same model is asked the same, wherever it is served
     packages = {name: version(name) for name in ("halfbyte", "lm-eval", "transformers", "torch", "nvidia-modelopt")}
+    if settings.backend == "vllm":
+        packages["vllm"] = _version("vllm")
     asked = [spec.model_dump(mode="json"), shared, model_digest, device, dtype, packages]
     return value_digest([*asked, SCHEMA_VERSION, repeat])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def data_digests(names: Iterable[str], root: Path | None) -> dict[str, str]:

@@ -109,13 +109,18 @@ def _fingerprint(
         limit=questions.spec.limit,
         chat_template=UNKNOWN if template == UNKNOWN else files.template_digest(template),
         system_prompt=files.template_digest(settings.system_prompt),
-        bos_per_prompt=sorted({count for one in lm.book.asked.values() for count in one.bos}),
+        bos_per_prompt=sorted({count for one in lm.book.asked.values() for count in one.bos}) or _bos(backend),
         max_length=lm.max_length,
         backend=backend.name,
         engine=engine if isinstance(engine := getattr(backend, "engine", None), str) else None,
-        dtype=dtype,
+        dtype=str(getattr(backend, "dtype", dtype)),
         seeds=dict.fromkeys(("python", "numpy", "torch", "fewshot"), settings.seed),
     )
+
+
+def _bos(backend: Backend) -> list[int]:
+    """What a server tells of its own prompts."""
+    return list(getattr(backend, "bos", ()))
 
 
 def health_of(

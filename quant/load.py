@@ -52,6 +52,39 @@ class Loaded:
     """What it computes in: bfloat16, float16 or float32."""
 
 
+@dataclass(frozen=True)
+class Described:
+    """A model for an engine that loads its weights itself."""
+
+    source: Source
+    tokenizer: PreTrainedTokenizerBase
+    summary: ModelSummary
+    penalty: float | None
+    """The repetition penalty of its generation_config, which transformers' generate applies too; None for none."""
+
+
+def describe(spec: ModelSpec) -> Described:
+    """What is known of a model from its files without loading it; see load."""
+    source = locate(spec.id, revision=spec.revision, gguf_file=spec.gguf_file, dtype=spec.dtype)
+    declared = None if source.gguf_file else ck.quant_format(source.folder)
+    summary = original_summary(source, spec) if declared is None else ck.summarize(source.folder, source.name)
+    return Described(source, open_tokenizer(source), summary, _penalty(source))
+
+
+def describe_as_it_is(name: str) -> Described:
+    """As `describe`, for a folder, GGUF file or hub id; see load_as_it_is."""
+    return describe(_as_it_is(name))
+
+
+def _penalty(source: Source) -> float | None:
+    from transformers import GenerationConfig
+
+    if source.gguf_file or not (source.folder / "generation_config.json").is_file():
+        return None
+    found = GenerationConfig.from_pretrained(source.folder).repetition_penalty
+    return None if found in (None, 1.0) else float(found)
+
+
 def load(spec: ModelSpec, *, dtype: str = "auto", device: str | None = None, weights: Weights = "folded") -> Loaded:
     """Opens an original model or an exported checkpoint.
 
@@ -83,10 +116,14 @@ def load(spec: ModelSpec, *, dtype: str = "auto", device: str | None = None, wei
 
 def load_as_it_is(name: str, *, dtype: str = "auto", device: str | None = None, weights: Weights = "folded") -> Loaded:
     """Opens a model with its weights in the type its configuration names; a GGUF file in bfloat16. See load."""
+    return load(_as_it_is(name), dtype=dtype, device=device, weights=weights)
+
+
+def _as_it_is(name: str) -> ModelSpec:
     source = locate(name)
     own: Any = "bfloat16" if source.gguf_file else ck.plain_dtype(source.folder)
     ck.torch_dtype(own)  # refuses other types
-    return load(ModelSpec(id=name, dtype=own), dtype=dtype, device=device, weights=weights)
+    return ModelSpec(id=name, dtype=own)
 
 
 def open_exported(

@@ -16,7 +16,7 @@ import torch
 from halfbyte.quant import calibration, ptq
 from halfbyte.quant.checkpoint import quant_format, summarize, torch_dtype
 from halfbyte.quant.configs import quant_config
-from halfbyte.quant.load import Loaded, load
+from halfbyte.quant.load import Described, Loaded, describe, load
 from halfbyte.quant.models import (
     Source,
     compute_dtype,
@@ -28,7 +28,7 @@ from halfbyte.quant.models import (
 )
 from halfbyte.quant.plan import Plan, make_plan
 from halfbyte.recipes.find import load_recipe, recipe_digest, resolved_yaml
-from halfbyte.recipes.schema import Recipe
+from halfbyte.recipes.schema import ModelSpec, Recipe
 from halfbyte.recipes.texts import load_texts, require_local
 from halfbyte.records.digests import model_digest, text_identity, value_digest
 from halfbyte.records.errors import UserError
@@ -81,9 +81,21 @@ class Job:
         """The original model, ready to be evaluated."""
         return load(self.recipe.model, dtype=self.dtype, device=str(self.device))
 
+    def describe_baseline(self) -> Described:
+        """The original model, for an engine that loads it itself."""
+        return describe(self.recipe.model)
+
+    def describe_candidate(self, run: RunFolder) -> Described:
+        """The exported checkpoint, for an engine that loads it itself, under the recipe's name."""
+        found = describe(self._candidate(run))
+        return replace(found, summary=found.summary.model_copy(update={"name": self.recipe.name}))
+
+    def _candidate(self, run: RunFolder) -> ModelSpec:
+        return self.recipe.model.model_copy(update={"id": str(run.checkpoint), "revision": None, "gguf_file": None})
+
     def open_candidate(self, run: RunFolder) -> Loaded:
         """The exported checkpoint, read back from disk, under the recipe's name."""
-        spec = self.recipe.model.model_copy(update={"id": str(run.checkpoint), "revision": None, "gguf_file": None})
+        spec = self._candidate(run)
         weights = self.recipe.evaluate.weights
         found = load(spec, dtype=self.dtype, device=str(self.device), weights=weights)
         return replace(found, summary=found.summary.model_copy(update={"name": self.recipe.name}))

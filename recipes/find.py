@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from halfbyte.recipes.problems import validation_error
-from halfbyte.recipes.schema import Recipe
+from halfbyte.recipes.schema import EvaluateSpec, Recipe
 from halfbyte.records.digests import text_identity, value_digest
 from halfbyte.records.errors import UserError, unknown_name
 
@@ -81,6 +81,28 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         return Recipe.model_validate(content)
     except ValidationError as error:
         raise validation_error(error, str(path), [text.partition("=")[0] for text in overrides]) from None
+
+
+class _Evaluation(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    evaluate: EvaluateSpec
+
+
+def load_evaluation(content: dict[str, Any], overrides: Sequence[str] = ()) -> EvaluateSpec:
+    """An evaluate block that is not from a recipe, under the overrides a recipe takes: `evaluate.backend=vllm`.
+
+    Args:
+        content: The block.
+        overrides: As for load_recipe.
+
+    Raises:
+        UserError: one line for an unknown field or a value that is not allowed.
+    """
+    whole = _override({"evaluate": content}, overrides, Path("the command line"))
+    try:
+        return _Evaluation.model_validate(whole).evaluate
+    except ValidationError as error:
+        raise validation_error(error, "the command line", [text.partition("=")[0] for text in overrides]) from None
 
 
 def with_limit(recipe: Recipe, limit: int | None) -> Recipe:

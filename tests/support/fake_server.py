@@ -23,6 +23,8 @@ class Faults:
     owner: str = "vllm"
     models: tuple[str, ...] = ("tiny",)
     window: int | None = 512
+    path: str | None = None
+    """Where the model is served from."""
     shifted_echo: bool = False
     """Each token has the log-probability of the next one."""
     no_echo: bool = False
@@ -125,7 +127,7 @@ def serving(brain: Brain, faults: Faults | None = None) -> Iterator[Server]:
 
 def _reply(brain: Brain, faults: Faults, path: str, payload: dict[str, Any]) -> dict[str, Any]:
     if path == "/v1/models":
-        entry = {"owned_by": faults.owner, "max_model_len": faults.window}
+        entry = {"owned_by": faults.owner, "max_model_len": faults.window, "root": faults.path}
         return {"data": [{"id": name, **entry} for name in faults.models]}
     if path == "/version":
         return {"version": "9.9"}
