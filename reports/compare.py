@@ -17,6 +17,7 @@ from halfbyte.records.canary import CanaryRecord
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.fidelity import FidelityRecord
 from halfbyte.records.manifest import now
+from halfbyte.records.noise import load_noise
 from halfbyte.records.record import EvaluationRecord, Health, ModelSummary, find_records
 from halfbyte.reports.bootstrap import ratio_interval, recovery
 from halfbyte.reports.comparison import Comparison, FidelityResult, Flip, NoiseFloor, SubtaskResult, TaskResult
@@ -26,7 +27,7 @@ from halfbyte.reports.metrics import definition
 from halfbyte.reports.pairing import Key, Pairs, pair
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.power import spread
-from halfbyte.reports.statistics import ALPHA, FAIL_ALPHA, Interval, NoSpread, holm, t_interval
+from halfbyte.reports.statistics import ALPHA, FAIL_ALPHA, Interval, NoSpread, holm, t_interval, tango_interval
 from halfbyte.reports.waivers import latest_time, remember_time
 
 SHOWN_LOST = 50  # flipped questions kept of each task for reading; fewer of each where there are many tasks
@@ -34,8 +35,6 @@ SHOWN_GAINED = 20
 SHOWN_IN_ALL = 400
 DEGRADED_ALPHA = 0.05
 _TOLERANCE = 1e-6
-# A second evaluation of the baseline asks the same with other seeds, in other batches.
-_REPEAT_DIFFERS = ("seeds",)
 
 Folders = Path | Sequence[Path]
 
@@ -48,7 +47,6 @@ def compare(
     tasks: Sequence[str] | None = None,
     *,
     canary: CanaryRecord | None = None,
-    repeat: Folders | None = None,
 ) -> Comparison:
     """Compares all tasks of two models; with a policy, judges them too.
 
@@ -59,23 +57,22 @@ def compare(
         fidelity: The candidate's fidelity against this baseline.
         tasks: Compare these tasks only; by default both sides must have the same ones.
         canary: What the canary saw of the candidate.
-        repeat: Records of a second evaluation of the baseline, for the noise floor.
 
     Raises:
         UserError: when there is nothing to compare, when the sides are not comparable, when a side mixes models, and
             when the policy does not apply.
     """
     ours, theirs = _records(baseline), _records(candidate)
-    allow, unknown = (policy.allow, policy.allow_unknown_template) if policy else ((), False)
-    pairs = [
-        pair(ours[task], theirs[task], allow, allow_unknown_template=unknown)
-        for task in _common_tasks(ours, theirs, tasks)
-    ]
+    allow, unknown = (policy.allow, policy.allow_unknown) if policy else ((), ())
+    pairs = [pair(ours[task], theirs[task], allow, unknown) for task in _common_tasks(ours, theirs, tasks)]
     first = _one_model([one.baseline for one in pairs], "baseline")
     second = _one_model([one.candidate for one in pairs], "candidate")
     alpha, fail_alpha = (policy.alpha, policy.fail_alpha) if policy is not None else (ALPHA, FAIL_ALPHA)
-    noise = {} if repeat is None else _noise_floors(ours, _records(repeat), first, alpha)
-    rows = _with_degraded([_task(one, alpha, fail_alpha, SHOWN_IN_ALL // len(pairs), noise) for one in pairs])
+    noise = [_noise(one, ours[one.baseline.task], alpha) for one in pairs]
+    shown = SHOWN_IN_ALL // len(pairs)
+    rows = _with_degraded(
+        [_task(one, alpha, fail_alpha, shown, floor) for one, floor in zip(pairs, noise, strict=True)]
+    )
     created, latest = now(), latest_time(record.created for one in pairs for record in (one.baseline, one.candidate))
     if policy is not None and policy.waivers:
         remember_time(latest)
@@ -148,35 +145,29 @@ def _canary_failure(canary: CanaryRecord, baseline: ModelSummary, candidate: Mod
     return canary.failure
 
 
-def _noise_floors(
-    ours: dict[str, Path], repeats: dict[str, Path], model: ModelSummary, alpha: float
-) -> dict[str, NoiseFloor]:
-    """The noise floor of each task that the baseline was evaluated on twice."""
-    found = {}
-    for task in sorted(ours.keys() & repeats.keys()):
-        pairs = pair(ours[task], repeats[task], _REPEAT_DIFFERS)
-        if not pairs.same_model:
-            raise UserError(
-                f"the second evaluation of the baseline on {task} is of another model "
-                f"({pairs.candidate.model.name}, {pairs.candidate.model.digest[:12]}) than {model.name}",
-                "evaluate the baseline itself twice",
-            )
-        result = paired_loss(
-            pairs.baseline_values,
-            pairs.candidate_values,
-            higher_is_better=pairs.higher_is_better,
-            bounds=pairs.bounds,
-            alpha=alpha,
+def _noise(pairs: Pairs, folder: Path, alpha: float) -> NoiseFloor | None:
+    """What the baseline's second evaluation differs by; None where it was evaluated once.
+
+    Of means of samples only the counts are known, so that the margin it makes is the change itself and no interval.
+    """
+    found = load_noise(folder)
+    if found is None:
+        return None
+    chosen = [one for one in found.flips if (one.metric, one.filter) == (pairs.metric, pairs.filter)]
+    questions, lost, gained = found.of(pairs.metric, pairs.filter)
+    if questions != len(pairs.keys):
+        raise UserError(
+            f"the noise floor of {pairs.baseline.task} is of {questions} questions, its record of {len(pairs.keys)}",
+            "evaluate the baseline twice again",
         )
-        ends = (result.interval.low, result.interval.high) if result.interval else (result.loss, result.loss)
-        found[task] = NoiseFloor(
-            questions=result.questions,
-            lost=result.lost,
-            gained=result.gained,
-            loss=result.loss,
-            largest=max(abs(end) for end in ends),
-        )
-    return found
+    loss = sum(one.change * one.questions for one in chosen) / questions * (-1 if pairs.higher_is_better else 1)
+    if not pairs.higher_is_better:
+        lost, gained = gained, lost
+    ends = [loss]
+    if pairs.bounds == (0, 1) and np.isin(pairs.baseline_values, (0, 1)).all():
+        interval = tango_interval(lost, gained, questions, alpha)
+        ends = [interval.low, interval.high]
+    return NoiseFloor(questions=questions, lost=lost, gained=gained, loss=loss, largest=max(abs(end) for end in ends))
 
 
 def _with_degraded(rows: list[TaskResult]) -> list[TaskResult]:
@@ -188,7 +179,7 @@ def _with_degraded(rows: list[TaskResult]) -> list[TaskResult]:
     ]
 
 
-def _task(pairs: Pairs, alpha: float, fail_alpha: float, shown: int, noise: dict[str, NoiseFloor]) -> TaskResult:
+def _task(pairs: Pairs, alpha: float, fail_alpha: float, shown: int, noise: NoiseFloor | None) -> TaskResult:
     record, other = pairs.baseline, pairs.candidate
     higher = pairs.higher_is_better
     result = paired_loss(
@@ -219,7 +210,7 @@ def _task(pairs: Pairs, alpha: float, fail_alpha: float, shown: int, noise: dict
         recovery_interval=interval,
         clustered=_clustered(pairs, alpha),
         variances=between,
-        noise=noise.get(record.task),
+        noise=noise,
         baseline_length=pairs.lengths[0],
         candidate_length=pairs.lengths[1],
         baseline_seconds=record.seconds,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from halfbyte.records.errors import UserError
-from halfbyte.records.record import EvaluationRecord, load_record
+from halfbyte.records.record import UNKNOWN, EvaluationRecord, load_record
 from halfbyte.records.samples import Line, scan_lines, whole_line
 from halfbyte.reports.answers import Answer, read_answer
 from halfbyte.reports.differences import (
@@ -26,8 +26,6 @@ from halfbyte.reports.metrics import definition
 from halfbyte.reports.statistics import Array
 
 Key = tuple[str, str, int]
-UNKNOWN = "unknown"
-"""A fingerprint's chat_template where the server did not say which one it applied."""
 _MEAN_TOLERANCE = 1e-6
 # A setting that changes what is asked changes the prompts' digests as well.
 _CHANGES_PROMPTS = {"chat_template", "system_prompt", "num_fewshot", "prompts", "seeds"}
@@ -66,16 +64,14 @@ class Pairs:
         return ours, theirs
 
 
-def pair(
-    baseline: Path, candidate: Path, allow: Collection[str] = (), *, allow_unknown_template: bool = False
-) -> Pairs:
+def pair(baseline: Path, candidate: Path, allow: Collection[str] = (), allow_unknown: Collection[str] = ()) -> Pairs:
     """Pairs the questions of two record folders of one task.
 
     Args:
         baseline: A record's folder.
         candidate: Another one's.
         allow: Settings in which the two may differ.
-        allow_unknown_template: Whether a server may have applied a chat template that it does not name.
+        allow_unknown: Settings that a server need not tell.
 
     Raises:
         Incomparable: a UserError with every setting side by side, or with the first differing question as a diff.
@@ -90,8 +86,8 @@ def pair(
             SAME,
         )
     found = list(differences(first.fingerprint, second.fingerprint))
-    _refuse_unknown_template(first, second, allow_unknown_template)
     allowed = [one for one in found if one.field in allow and not one.content]
+    allowed += _unknown(first, second, allow_unknown)
     settings = [one for one in found if not one.content and one not in allowed]
     if settings:
         raise incomparable(first, second, settings[0], len(found) - len(allowed))
@@ -128,16 +124,23 @@ def pair(
     )
 
 
-def _refuse_unknown_template(first: EvaluationRecord, second: EvaluationRecord, allowed: bool) -> None:
-    sides = (("baseline", first), ("candidate", second))
-    unknown = [side for side, record in sides if record.fingerprint.chat_template == UNKNOWN]
-    if unknown and not allowed:
-        raise Incomparable(
-            f"the records of task '{first.task}' are not comparable: the server of the {' and the '.join(unknown)} did "
-            "not say which chat template it applied",
-            "serve it with an endpoint that renders prompts (a tokenize endpoint), send rendered prompts "
-            "(api: completions), or set allow_unknown_template in the policy",
-        )
+def _unknown(first: EvaluationRecord, second: EvaluationRecord, allowed: Collection[str]) -> list[Difference]:
+    """Settings that a side's server does not tell; what is unknown agrees with nothing, not even with itself."""
+    ours, theirs = first.fingerprint.model_dump(mode="json"), second.fingerprint.model_dump(mode="json")
+    found = [
+        Difference(name, name, short(value), short(theirs[name]))
+        for name, value in ours.items()
+        if UNKNOWN in (value, theirs[name])
+    ]
+    for one in found:
+        if one.field not in allowed:
+            raise Incomparable(
+                f"the records of task '{first.task}' are not comparable: {one}: the server did not say which it "
+                "applied",
+                "serve it with an endpoint that tells (a tokenize endpoint), send rendered prompts (api: completions), "
+                f"or set allow_unknown: [{one.field}] in the policy",
+            )
+    return found
 
 
 def _primary(record: EvaluationRecord, folder: Path) -> tuple[str, str, bool]:

@@ -14,7 +14,7 @@ from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.reports.metrics import SHARE
 
 Allowed = Literal[
-    "chat_template", "system_prompt", "bos_per_prompt", "max_length", "backend", "dtype", "seeds", "prompts",
+    "chat_template", "system_prompt", "bos_per_prompt", "max_length", "backend", "engine", "dtype", "seeds", "prompts",
     "generation", "num_fewshot", "version",
 ]  # fmt: skip
 
@@ -73,8 +73,8 @@ class Policy(BaseModel):
     """Whether a record cut by a limit may be judged."""
     allow: list[Allowed] = Field(default_factory=list)
     """Settings in which the sides may differ; each difference is printed."""
-    allow_unknown_template: bool = False
-    """Whether answers of a server that does not say which chat template it applied may be compared."""
+    allow_unknown: list[Allowed] = Field(default_factory=list)
+    """Settings that a server need not tell, such as the chat_template it applied; printed where it does not."""
     perplexity_margin: PositiveFloat | None = None
     """Largest tolerable ratio of perplexities (candidate / baseline) minus 1; None when perplexity does not decide."""
     better_alpha: float | None = Field(default=0.001, gt=0, lt=0.5)

@@ -106,8 +106,10 @@ def test_different_template(tmp_path: Path) -> None:
 
 def test_a_template_that_the_server_does_not_name(tmp_path: Path) -> None:
     sides: dict[str, Any] = {"values": VALUES, "chat_template": "unknown", "backend": "server"}
-    assert "did not say which chat template it applied" in refused(tmp_path, sides, sides)
-    assert verdict(both(tmp_path, sides, sides, policy(allow_unknown_template=True))) == "pass"
+    assert "chat_template is 'unknown' in the baseline and 'unknown' in the candidate" in refused(
+        tmp_path, sides, sides
+    )
+    assert verdict(both(tmp_path, sides, sides, policy(allow_unknown=["chat_template"]))) == "pass"
 
 
 def test_baseline_limited_candidate_not(tmp_path: Path) -> None:

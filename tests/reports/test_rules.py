@@ -11,6 +11,7 @@ from record_factory import fidelity, flipped, model, write_record
 
 from halfbyte.records.canary import CanaryRecord
 from halfbyte.records.errors import UserError
+from halfbyte.records.noise import noise_between
 from halfbyte.reports.compare import compare
 from halfbyte.reports.comparison import Comparison
 from halfbyte.reports.policy import Policy, load_policy
@@ -110,29 +111,30 @@ def test_mlperf_turns_the_ratio_round_where_lower_is_better(tmp_path: Path) -> N
 
 def test_lossless_needs_a_second_baseline_and_takes_what_it_differs_by_for_its_margin(tmp_path: Path) -> None:
     lossless = load_policy("lossless")
-    ours, theirs = flipped(14_042, 9000, 70, 66)
-    folders = two_sides(tmp_path, (ours, theirs), {}, {})
+    folders = two_sides(tmp_path, flipped(3000, 2000, 15, 14), {}, {})
     with pytest.raises(UserError, match="--repeat-baseline"):
         compare(*folders, lossless)
-    again = flipped(14_042, 9000, 90, 80)[1]
-    write_record(tmp_path / "again", again, seeds={"torch": 4321})
-    found = compare(*folders, lossless, repeat=tmp_path / "again")
+    noise_between(folders[0], write_record(tmp_path / "again", flipped(3000, 2000, 19, 17)[1])).save(folders[0])
+    found = compare(*folders, lossless)
     noise, judgement = found.tasks[0].noise, found.tasks[0].judgement
     assert noise is not None
     assert judgement is not None
-    assert (noise.lost, noise.gained) == (90, 80)
+    assert (noise.questions, noise.lost, noise.gained) == (3000, 19, 17)
+    assert noise.loss == pytest.approx(2 / 3000)
     assert judgement.margin == noise.largest > 0.002
     assert word(found) == "pass"
-    assert "90 lost and 80 gained" in render_text([found])
-    worse = flipped(14_042, 9000, 300, 100)[1]
-    write_record(tmp_path / "worse", worse, format="FP8")
-    assert word(compare(folders[0], tmp_path / "worse", lossless, repeat=tmp_path / "again")) == "fail"
+    assert "19 lost and 17 gained" in " ".join(render_text([found]).split())
+    write_record(tmp_path / "worse", flipped(3000, 2000, 70, 20)[1], format="FP8")
+    assert word(compare(folders[0], tmp_path / "worse", lossless)) == "fail"
 
 
-def test_a_second_baseline_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_noise_floor_of_other_questions_is_refused(tmp_path: Path) -> None:
     folders = two_sides(tmp_path, flipped(500, 300, 5, 5), {}, {})
-    with pytest.raises(UserError, match="is of another model"):
-        compare(*folders, load_policy("lossless"), repeat=folders[1])
+    floor = noise_between(folders[0], folders[0])
+    floor.flips[0].questions -= 1
+    floor.save(folders[0])
+    with pytest.raises(UserError, match="noise floor of colours is of 499 questions, its record of 500"):
+        compare(*folders)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,181 @@
+"""Published tables: figures of others with their source and how surely they were seen, and ours beside them."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from halfbyte.records.errors import unknown_name
+from halfbyte.reports import figures
+from halfbyte.reports.comparison import Comparison, PublishedCell, PublishedTable
+from halfbyte.reports.tables import Table
+
+NOT_AT_HAND = "not at hand"
+# Names of tasks, as patterns, that measure what a published benchmark does.
+_TASKS = {
+    "MMLU": r"mmlu",
+    "MMLU_Pro": r"mmlu_pro",
+    "GSM8K": r"gsm8k(_.+)?",
+    "AIME_2024": r"aime_?(20)?24",
+    "AIME_2025": r"aime_?(20)?25",
+    "GPQA_Diamond": r"gpqa_diamond(_.+)?",
+    "GPQA": r"gpqa_diamond(_.+)?",
+    "MATH_500": r"(hendrycks_)?math_?500",
+    "IFEval": r"ifeval",
+    "HellaSwag": r"hellaswag",
+    "WinoGrande": r"winogrande",
+}
+_SCALES = {"pct": 100.0, "frac": 1.0}
+_HIGH = ("bf16", "fp16", "fp32")
+
+
+class Published(BaseModel):
+    """One published table."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    model: str | None = None
+    unit: str
+    benchmarks: list[str]
+    rows: dict[str, list[float | None]]
+    """Values in the order of `benchmarks`; None where one was not published or not seen."""
+    n: list[int] | None = None
+    """Questions of each benchmark."""
+    repeats: dict[str, int] | None = None
+    """Samples a question."""
+    settings: str
+    source: list[str]
+    seen: str
+    confidence: str
+    warning: str | None = None
+
+    @field_validator("rows")
+    @classmethod
+    def _one_value_a_benchmark(
+        cls, rows: dict[str, list[float | None]], info: ValidationInfo
+    ) -> dict[str, list[float | None]]:
+        expected = len(info.data["benchmarks"])
+        for name, values in rows.items():
+            if len(values) != expected:
+                raise ValueError(f"row {name} has {len(values)} values for {expected} benchmarks")
+        return rows
+
+
+def published_tables() -> dict[str, Published]:
+    """All published tables, by id."""
+    text = files("halfbyte.reports").joinpath("published", "tables.yaml").read_text(encoding="utf-8")
+    found = [Published.model_validate(entry) for entry in yaml.safe_load(text)["tables"]]
+    return {one.id: one for one in found}
+
+
+def published_table(name: str) -> Published:
+    """One published table.
+
+    Raises:
+        UserError: for an unknown id; names the nearest.
+    """
+    known = published_tables()
+    if name not in known:
+        raise unknown_name("published table", name, known)
+    return known[name]
+
+
+def beside(published: Published, comparison: Comparison) -> PublishedTable:
+    """The published table with our figures where we measured the same benchmark in a format of the same name."""
+    scale = _SCALES.get(published.unit)
+    cells = []
+    for row, values in published.rows.items():
+        for benchmark, value in zip(published.benchmarks, values, strict=True):
+            score = None if scale is None else _ours(comparison, row, benchmark)
+            ours = None if score is None or scale is None else scale * score
+            cells.append(
+                PublishedCell(
+                    benchmark=benchmark,
+                    row=row,
+                    value=value,
+                    ours=ours,
+                    difference=None if ours is None or value is None else ours - value,
+                )
+            )
+    return PublishedTable(
+        id=published.id,
+        model=published.model,
+        unit=published.unit,
+        source=published.source,
+        seen=published.seen,
+        settings=published.settings,
+        cells=cells,
+    )
+
+
+def _ours(comparison: Comparison, row: str, benchmark: str) -> float | None:
+    pattern = _TASKS.get(benchmark)
+    side = _side(row, comparison)
+    if pattern is None or side is None:
+        return None
+    for task in comparison.tasks:
+        if re.fullmatch(pattern, task.task) and task.bounds == (0, 1):
+            return task.result.baseline if side == "baseline" else task.result.candidate
+    return None
+
+
+def _side(row: str, comparison: Comparison) -> str | None:
+    """Which of our sides a published row is of, by the format in its name."""
+    words = set(re.split(r"[^a-z0-9]+", row.lower()))
+    names = {
+        "baseline": figures.model_label(comparison.baseline).lower(),
+        "candidate": figures.model_label(comparison.candidate).lower(),
+    }
+    for side, name in names.items():
+        formats = {name.split()[0], *(_HIGH if name in _HIGH else ()), *(("fp4",) if name.startswith("nvfp4") else ())}
+        if words & formats:
+            return side
+    return None
+
+
+def published_rows(published: Published) -> Table:
+    """The published table as it was published."""
+    rows = [
+        [name, *(NOT_AT_HAND if value is None else _plain(value) for value in values)]
+        for name, values in published.rows.items()
+    ]
+    return Table(published.id, ["", *published.benchmarks], rows)
+
+
+def overlay_rows(table: PublishedTable) -> Table:
+    """Published and ours with their difference, one line a figure."""
+    rows = [
+        [
+            cell.row,
+            cell.benchmark,
+            NOT_AT_HAND if cell.value is None else _plain(cell.value),
+            figures.NONE if cell.ours is None else figures.figure(cell.ours, 2),
+            figures.NONE if cell.difference is None else f"{cell.difference:+.2f}",
+        ]
+        for cell in table.cells
+        if cell.ours is not None
+    ]
+    return Table(
+        f"{table.id} ({table.unit})", ["published row", "benchmark", "published", "ours", "difference"], rows, 2
+    )
+
+
+def described(published: Published) -> str:
+    """What a reader must know beside the figures: unit, settings, source and how surely they were seen."""
+    lines = [f"unit: {published.unit}", f"settings: {published.settings}", f"source: {'; '.join(published.source)}"]
+    lines.append(f"seen: {published.seen}, confidence {published.confidence}")
+    if published.n is not None:
+        lines.append("questions: " + ", ".join(figures.count(number) for number in published.n))
+    if published.repeats is not None:
+        lines.append("samples a question: " + ", ".join(f"{name} {k}" for name, k in published.repeats.items()))
+    if published.warning is not None:
+        lines.append(f"note: {published.warning}")
+    return "\n".join(lines)
+
+
+def _plain(value: float) -> str:
+    return f"{value:g}" if abs(value) < 1e5 else figures.count(round(value))
