@@ -26,28 +26,28 @@ def render_text(comparisons: Sequence[Comparison]) -> str:
     Raises:
         UserError: when there is no comparison, or they have different baselines.
     """
-    parts = [_aligned(models_table(comparisons))]
+    parts = [aligned(models_table(comparisons))]
     baseline, names = labels(comparisons)
     for label, one in zip(names, comparisons, strict=True):
         table = losses_table(one, label, baseline)
-        parts.append(f"{table.title}\n{_aligned(table)}")
+        parts.append(f"{table.title}\n{aligned(table)}")
         if one.fidelity is not None:
-            parts.append(_wrapped(perplexity_line(one.fidelity, label)))
-    parts.append(_wrapped(how_to_read(comparisons[0])))
+            parts.append(wrapped(perplexity_line(one.fidelity, label)))
+    parts.append(wrapped(how_to_read(comparisons[0])))
     if notes := all_notes(comparisons):
-        parts.append("Notes\n" + "\n".join(_wrapped(f"- {note}", "  ") for note in notes))
+        parts.append("Notes\n" + "\n".join(wrapped(f"- {note}", "  ") for note in notes))
     for label, one in zip(names, comparisons, strict=True):
         if one.verdict is not None:
             head = f"{verdict_word(one)}: {label}"
-            parts.append(f"{head}\n{_wrapped(one.verdict.sentence)}\n{_wrapped('Next: ' + one.verdict.next_step)}")
+            parts.append(f"{head}\n{wrapped(one.verdict.sentence)}\n{wrapped('Next: ' + one.verdict.next_step)}")
     return "\n\n".join(parts) + "\n"
 
 
-def _wrapped(text: str, indent: str = "") -> str:
+def wrapped(text: str, indent: str = "") -> str:
     return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _aligned(table: Table) -> str:
+def aligned(table: Table) -> str:
     """Columns two blanks apart: labels to the left, numbers to the right, the last column to the left again."""
     lines = [table.headers, *table.rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(table.headers))]
@@ -79,11 +79,11 @@ def render_markdown(comparisons: Sequence[Comparison]) -> str:
                 f"**{verdict_word(one)}: {_escaped(label)}.** {_escaped(one.verdict.sentence)} "
                 f"*{_escaped(one.verdict.next_step)}*"
             )
-    parts.append(_piped(models))
+    parts.append(piped(models))
     for label, one in zip(names, comparisons, strict=True):
         table = losses_table(one, label, baseline)
         parts.append(f"## {_escaped(table.title)}")
-        parts.append(_piped(table))
+        parts.append(piped(table))
         if one.fidelity is not None:
             parts.append(_escaped(perplexity_line(one.fidelity, label)))
     parts.append(_escaped(how_to_read(comparisons[0])))
@@ -92,7 +92,7 @@ def render_markdown(comparisons: Sequence[Comparison]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _piped(table: Table) -> str:
+def piped(table: Table) -> str:
     last = len(table.headers) - 1
     marks = ["---" if i < table.labels or i == last else "--:" for i in range(len(table.headers))]
     lines = [[_escaped(cell) for cell in table.headers], marks]

@@ -1,0 +1,53 @@
+"""`halfbyte table`: lists the published tables, prints one, and lays our own figures beside it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from halfbyte.records.errors import UserError
+from halfbyte.records.files import dumps
+
+
+def run(args: Namespace) -> int:
+    """Prints the list, a table, or a table beside a comparison that a run, gate or compare wrote."""
+    from halfbyte.reports.comparison import load_comparisons
+    from halfbyte.reports.published import (
+        beside,
+        described,
+        overlay_rows,
+        published_rows,
+        published_table,
+        published_tables,
+    )
+    from halfbyte.reports.text import aligned
+
+    if args.table is None:
+        if args.run is not None:
+            raise UserError("--run needs a table to lay it over", "halfbyte table ID --run FOLDER")
+        tables = published_tables().values()
+        if args.json:
+            print(dumps([one.model_dump(mode="json") for one in tables]), end="")
+        else:
+            width = max(len(one.id) for one in tables)
+            print(
+                "\n".join(
+                    f"{one.id:{width}}  {one.model or 'several models'}: {_named(one.benchmarks)}" for one in tables
+                )
+            )
+        return 0
+    published = published_table(args.table)
+    overlays = [] if args.run is None else [beside(published, one) for one in load_comparisons(args.run)]
+    if args.json:
+        content = published.model_dump(mode="json")
+        print(dumps(content if args.run is None else [one.model_dump(mode="json") for one in overlays]), end="")
+        return 0
+    print(f"{published.model or 'several models'}\n\n{aligned(published_rows(published))}\n\n{described(published)}")
+    for one in overlays:
+        rows = overlay_rows(one)
+        print(f"\n{aligned(rows) if rows.rows else 'The run measured nothing of what this table holds.'}")
+    return 0
+
+
+def _named(benchmarks: list[str]) -> str:
+    shown = ", ".join(benchmarks[:4])
+    return shown if len(benchmarks) <= 4 else f"{shown} and {len(benchmarks) - 4} more"
