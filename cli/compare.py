@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
 from halfbyte.records.files import dumps
-from halfbyte.records.record import find_records, load_record
-from halfbyte.records.run import RunFolder
 
 if TYPE_CHECKING:
     from halfbyte.reports.comparison import Comparison
-    from halfbyte.reports.policy import Policy
-
-log = logging.getLogger(__name__)
 
 
 def run(args: Namespace) -> int:
     """Prints the comparison in the format asked for, and writes it into --output."""
+    from halfbyte.reports.evidence import compare_folders
     from halfbyte.reports.policy import load_policy
 
     policy = None if args.policy is None else load_policy(args.policy)
@@ -51,29 +45,3 @@ def rendered(comparisons: Sequence[Comparison], style: str) -> str:
     from halfbyte.reports.text import render_markdown, render_text
 
     return {"text": render_text, "markdown": render_markdown}[style](comparisons)
-
-
-def compare_folders(baseline: Path, candidate: Path, policy: Policy | None) -> Comparison:
-    """Compares the records below two folders, with the candidate's fidelity where it was measured."""
-    from halfbyte.reports.compare import compare
-
-    return compare(baseline, candidate, policy=policy, fidelity=find_fidelity(baseline, candidate))
-
-
-def find_fidelity(baseline: Path, candidate: Path) -> FidelityRecord | None:
-    """The candidate's fidelity against this baseline: below its folder, or in the run that its folder belongs to."""
-    ours, theirs = _digests(baseline), _digests(candidate)
-    places = [path.parent for path in sorted(candidate.rglob(FIDELITY_FILE))]
-    run_folder = RunFolder(candidate.resolve().parent.parent)
-    for digest in sorted(theirs):
-        places += [path.parent for path in sorted(run_folder.fidelity(digest).rglob(FIDELITY_FILE))]
-    for folder in places:
-        record = load_fidelity(folder)
-        if record.baseline.digest in ours and record.candidate.digest in theirs:
-            return record
-        log.warning("%s is of other models than those compared and is left out", folder / FIDELITY_FILE)
-    return None
-
-
-def _digests(folder: Path) -> set[str]:
-    return {load_record(path).model.digest for path in find_records(folder).values()}

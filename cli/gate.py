@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from halfbyte.compare import compare_folders, rendered
+from halfbyte.compare import rendered
 from halfbyte.records.files import write_text
 
 
 def run(args: Namespace) -> int:
-    """Prints the comparison and its verdict; 0 pass, 1 fail, 3 inconclusive."""
+    """Prints the comparison and its verdict; 0 pass, 1 fail, 3 inconclusive, 4 anomaly."""
+    from halfbyte.reports.evidence import compare_folders
     from halfbyte.reports.policy import load_policy
 
     comparison = compare_folders(args.baseline, args.candidate, load_policy(args.policy))

@@ -34,6 +34,9 @@ def build_parser() -> ArgumentParser:
     _add_eval(commands)
     _add_compare(commands)
     _add_gate(commands)
+    _add_report(commands)
+    _add_power(commands)
+    _add_table(commands)
     _add_recipes(commands)
     _add_cache(commands)
     return parser
@@ -273,6 +276,49 @@ def _add_gate(commands: Commands) -> None:
         "--policy", required=True, metavar="NAME_OR_FILE", help="what may be lost: a shipped name or a file"
     )
     parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the verdict as JUnit XML")
+
+
+def _add_report(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "report",
+        "report",
+        "write the reports of finished runs again from their records; nothing is evaluated",
+        "  halfbyte report runs/demo-fp8\n"
+        "  halfbyte report runs/demo-fp8 runs/demo-nvfp4 --policy release --output report",
+    )
+    parser.add_argument("run", nargs="+", type=Path, metavar="RUN", help="a folder that `halfbyte run` wrote")
+    parser.add_argument("--policy", metavar="NAME_OR_FILE", help="another policy than the recipe's")
+    parser.add_argument("--published", metavar="TABLE", help="a published table to lay beside; see `halfbyte table`")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="one report on all runs; into each run if absent")
+
+
+def _add_power(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "power",
+        "power",
+        "say which losses a policy can see on which tasks, before they are evaluated",
+        "  halfbyte power --policy release --tasks mmlu,gsm8k,gpqa_diamond=198x16,mine=500\n"
+        "  halfbyte power --policy release out/bf16 out/nvfp4",
+    )
+    parser.add_argument("records", nargs="*", type=Path, metavar="RECORDS", help="two folders, for the rates they show")
+    parser.add_argument(
+        "--policy", required=True, metavar="NAME_OR_FILE", help="what may be lost: a shipped name or a file"
+    )
+    parser.add_argument("--tasks", metavar="A,B", help="known tasks, or name=questions, with xSAMPLES a question")
+
+
+def _add_table(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "table",
+        "table",
+        "list the published tables, or print one, with a run's figures beside it",
+        "  halfbyte table\n  halfbyte table blog1_table1_deepseek_r1 --run runs/deepseek-r1-nvfp4",
+    )
+    parser.add_argument("table", nargs="?", metavar="TABLE", help="the id of a published table")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="a folder that holds comparison.json")
 
 
 def _add_recipes(commands: Commands) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import asdict
 
-from halfbyte.compare import compare_folders
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
 
@@ -13,6 +12,7 @@ from halfbyte.records.files import dumps
 def run(args: Namespace) -> int:
     """Prints the table for tasks at several flip rates, or for a pair of records at the rates they show."""
     from halfbyte.reports import plan
+    from halfbyte.reports.evidence import compare_folders
     from halfbyte.reports.policy import load_policy
     from halfbyte.reports.text import aligned, wrapped
 

@@ -33,9 +33,13 @@ def run(args: Namespace) -> int:
     from halfbyte.eval.engine import require_two_endpoints
     from halfbyte.eval.run import require_tasks
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in a recipe should not
+    from halfbyte.reports.published import published_table
 
     for recipe in recipes:
         require_two_endpoints(recipe.evaluate)
+    for recipe in recipes:
+        if recipe.published is not None:
+            published_table(recipe.published)  # a misspelling is found before hours of work
     policies = {recipe.name: _policy_that_applies(recipe) for recipe in recipes}
     jobs = [produce.prepare(recipe, args.device) for recipe in recipes]
     if len(jobs) > 1 and len({job.source.digest for job in jobs}) > 1:
@@ -81,6 +85,7 @@ def _policy_that_applies(recipe: Recipe) -> Policy | None:
 def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace) -> Comparison:
     from halfbyte.quant import produce
     from halfbyte.reports.compare import compare
+    from halfbyte.reports.evidence import with_evidence
     from halfbyte.reports.write import write_reports
     from halfbyte.sides import Side, cached_records, keep_copy, measure_noise, own_records
     from halfbyte.stages import measure, observe_baseline, release_canary
@@ -130,6 +135,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         candidate.free()
         _say(args, recipe, "report", str(folder.root))
         comparison = compare(ours, theirs, policy=policy, fidelity=fidelity)
+        comparison = with_evidence(comparison, folder, recipe.published)
         write_reports([comparison], folder.root)
     return comparison
 

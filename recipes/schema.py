@@ -196,5 +196,5 @@ class Recipe(_Strict):
     train: None = None
     evaluate: EvaluateSpec
     gate: GateSpec = GateSpec()
-    published: None = None
-    """Kept for the id of a published table to set beside the results; no value has an effect yet, so none is taken."""
+    published: str | None = None
+    """The id of a published table to lay beside the results; `halfbyte table` lists them."""

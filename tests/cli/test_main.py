@@ -25,11 +25,15 @@ OPTIONS = {
     "run": "--data-root --device --dry-run --force --json --limit --output --quiet --repeat-baseline --set recipe",
     "quantize": "--data-root --device --dry-run --force --json --model --output --quiet --set recipe",
     "eval": "--allow-truncated --apply-chat-template --batch-size --data-root --device --dry-run --dtype --json "
-    "--limit --max-length --num-fewshot --output --quiet --repeat-baseline --samples --set --show --tasks --weights model",
+    "--limit --max-length --num-fewshot --output --quiet --repeat-baseline --samples --set --show --tasks --weights "
+    "model",
     "compare": "--format --json --output --policy --quiet baseline candidate",
     "gate": "--json --junit --policy --quiet baseline candidate",
     "verify": "--json --quiet --source checkpoint",
     "dequantize": "--dtype --json --output --quiet checkpoint",
+    "report": "--json --output --policy --published --quiet run",
+    "power": "--json --policy --quiet --tasks records",
+    "table": "--json --quiet --run table",
     "recipes": "--json --quiet --resolved --set recipe",
     "cache": "--all --json --older-than --quiet action name",
 }

@@ -1,0 +1,170 @@
+"""What else there is on a candidate beside its evaluations: the run that made it, its canary, fidelity and layers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfbyte.records.canary import CANARY_FILE, CanaryRecord, load_canary
+from halfbyte.records.errors import UserError
+from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
+from halfbyte.records.manifest import Manifest, load_manifest
+from halfbyte.records.record import ModelSummary, find_records, load_record
+from halfbyte.records.run import RunFolder
+from halfbyte.reports.compare import compare
+from halfbyte.reports.comparison import Comparison, Layer
+from halfbyte.reports.policy import Policy
+from halfbyte.reports.published import beside, published_table
+
+logger = logging.getLogger(__name__)
+_HEADER_LENGTH = 8  # bytes of a safetensors file that say how long its header is
+_LONGEST_HEADER = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What lies around a candidate's records."""
+
+    fidelity: FidelityRecord | None
+    canary: CanaryRecord | None
+    run: RunFolder | None
+    """The run that the candidate's folder belongs to."""
+
+
+def compare_folders(baseline: Path, candidate: Path, policy: Policy | None, published: str | None = None) -> Comparison:
+    """Compares the records below two folders, with all that the candidate's run folder holds of it.
+
+    Args:
+        baseline: A folder with records.
+        candidate: Another one; below a run folder, what the run left there is part of the comparison.
+        policy: See compare.
+        published: The id of a published table to lay beside.
+
+    Raises:
+        UserError: see compare; and when the run folder is of another model than the records in it.
+    """
+    found = find_evidence(baseline, candidate)
+    comparison = compare(baseline, candidate, policy=policy, fidelity=found.fidelity, canary=found.canary)
+    return with_evidence(comparison, found.run, published)
+
+
+def with_evidence(comparison: Comparison, run: RunFolder | None, published: str | None = None) -> Comparison:
+    """The comparison with the run's manifest and layer table and a published table beside it, where there are any."""
+    manifest = None if run is None or not run.manifest.is_file() else load_manifest(run.manifest)
+    return comparison.model_copy(
+        update={
+            "manifest": None if manifest is None else manifest.model_dump(mode="json"),
+            "layers": [] if run is None else layer_table(run.checkpoint),
+            "published": [] if published is None else [beside(published_table(published), comparison)],
+        }
+    )
+
+
+def run_folders(folder: RunFolder) -> tuple[Path, Path]:
+    """The records of the baseline and of the candidate in a run folder.
+
+    Raises:
+        UserError: when the run has not come so far.
+    """
+    manifest = load_manifest(folder.manifest)
+    if manifest.checkpoint_digest is None:
+        raise UserError(f"{folder.root} has no checkpoint yet", "run the recipe again; it goes on where it stopped")
+    return folder.evaluations(manifest.model_digest), folder.evaluations(manifest.checkpoint_digest)
+
+
+def find_evidence(baseline: Path, candidate: Path) -> Evidence:
+    """What lies below a candidate's folder, or in the run folder that it belongs to.
+
+    Raises:
+        UserError: when the run's checkpoint is another model than the records are of.
+    """
+    ours, theirs = _models(baseline), _models(candidate)
+    run = RunFolder(candidate.resolve().parent.parent)
+    manifest = load_manifest(run.manifest) if run.manifest.is_file() else None
+    if manifest is not None:
+        _refuse_other_model(manifest, run, theirs)
+    places = [candidate]
+    for digest in sorted(theirs):
+        places += [run.fidelity(digest), run.canary(digest)]
+    fidelity = canary = None
+    for place in places:
+        for path in sorted(place.rglob(FIDELITY_FILE)):
+            record = load_fidelity(path.parent)
+            if record.baseline.digest in ours and record.candidate.digest in theirs:
+                fidelity = fidelity or record
+            else:
+                logger.warning("%s is of other models than those compared and is left out", path)
+        for path in sorted(place.rglob(CANARY_FILE)):
+            seen = load_canary(path.parent)
+            if seen.baseline_digest in ours and seen.candidate.digest in theirs:
+                canary = canary or seen
+    return Evidence(fidelity, canary, run if manifest is not None else None)
+
+
+def _models(folder: Path) -> dict[str, ModelSummary]:
+    models = [load_record(path).model for path in find_records(folder).values()]
+    return {model.digest: model for model in models}
+
+
+def _refuse_other_model(manifest: Manifest, run: RunFolder, models: dict[str, ModelSummary]) -> None:
+    known = {manifest.checkpoint_digest, manifest.model_digest}
+    for digest, model in models.items():
+        if digest not in known:
+            raise UserError(
+                f"the records are of another model ({model.name}, {digest[:12]}) than the run in {run.root} made "
+                f"({(manifest.checkpoint_digest or 'nothing yet')[:12]})",
+                "evaluate the checkpoint that is there, or name the folder of its records",
+            )
+
+
+def layer_table(checkpoint: Path) -> list[Layer]:
+    """The weights of a checkpoint by the name of their layers without numbers, with the format they are stored in.
+
+    Reads the headers of its safetensors files alone; empty where there are none.
+    """
+    tensors: dict[str, tuple[str, int]] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        for name, entry in _header(path).items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                tensors[name] = (str(entry["dtype"]), int(end) - int(start))
+    algorithm = _algorithm(checkpoint)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name, (dtype, size) in sorted(tensors.items()):
+        if not name.endswith(".weight"):
+            continue
+        stem = name.removesuffix(".weight")
+        scales = sum(tensors[other][1] for other in _scales(stem) if other in tensors)
+        quantized = f"{stem}.weight_scale" in tensors
+        label = algorithm if quantized and algorithm else dtype
+        groups.setdefault((re.sub(r"\.\d+(?=\.|$)", ".*", stem), label), []).append(size + scales)
+    return [
+        Layer(name=name, format=label, layers=len(sizes), bytes=sum(sizes)) for (name, label), sizes in groups.items()
+    ]
+
+
+def _scales(stem: str) -> list[str]:
+    return [f"{stem}.{suffix}" for suffix in ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")]
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(_HEADER_LENGTH))
+        if length > _LONGEST_HEADER:
+            raise UserError(f"{path} is no safetensors file", "export the checkpoint again")
+        found: dict[str, Any] = json.loads(file.read(length))
+    return found
+
+
+def _algorithm(checkpoint: Path) -> str | None:
+    path = checkpoint / "hf_quant_config.json"
+    if not path.is_file():
+        return None
+    block = json.loads(path.read_text(encoding="utf-8")).get("quantization", {})
+    found = block.get("quant_algo")
+    return None if found is None else str(found)
