@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from halfbyte.eval.sharing import Request
 
@@ -62,6 +62,14 @@ class Members(Protocol):
     @property
     def members(self) -> list[int]:
         """The requests answered, in the order in which they are."""
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A backend that tells of each sample when it has ended, and not only at the end of a batch."""
+
+    told: Callable[[], None] | None
+    """What it calls."""
 
 
 class Backend(Protocol):

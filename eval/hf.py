@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from halfbyte.eval.backend import Generated, Prompt, Sampling
+from halfbyte.eval.backend import Generated, Prompt, Sampling, Stop
 from halfbyte.eval.generation import Engine, Sample
 from halfbyte.eval.plain import generate_plainly
 from halfbyte.eval.sampling import Dice, draw
@@ -23,8 +23,10 @@ from halfbyte.records.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-ROUNDS = 4
+ROUNDS, LONG_ROUNDS = 4, 2
 """A batch has so many samples for each slot: at its end slots stay empty, and what a kill loses is one batch."""
+LONG = 2048
+"""Tokens of a text from which on batches are of LONG_ROUNDS."""
 PLAIN = 16
 """Sequences at once where continuous batching does not fit."""
 _WITHOUT_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "early_stopping": False}
@@ -66,6 +68,7 @@ class HFBackend:
         self.max_length = int(self._lm_eval.max_length)
         self.scorer = PrefixScorer(model, budget=batch_tokens)
         self.engine = Engine(model, slots=batch_size, budget=batch_tokens)
+        self.told: Callable[[], None] | None = None
         self._plain_size = batch_size or PLAIN
 
     def score_batches(self, requests: list[Request]) -> Sequence[Batch]:
@@ -78,7 +81,7 @@ class HFBackend:
 
     def generation_batches(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """See backend.Backend; the longest prompts first, so that a lack of memory shows at once."""
-        return plan_batches(prompts, ROUNDS * self.engine.most)
+        return plan_batches(prompts, self.engine.most)
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generated]:
         """See backend.Backend.
@@ -95,8 +98,15 @@ class HFBackend:
             raise UserError("beams are not searched here", "leave num_beams out, or set gen_kwargs.num_beams to 1")
         reason = self._refusal(options)
         choose = _Choose(sampling, penalty)
+
+        def ended(tokens: Sequence[int]) -> Stop | None:
+            stop = ending.of(tokens)
+            if stop is not None and self.told is not None:
+                self.told()
+            return stop
+
         if reason is None:
-            self.engine.generate(samples, choose, ending.of)
+            self.engine.generate(samples, choose, ended)
         else:
             unknown = sorted(set(options) & set(_DRAWING))
             if unknown and samples[0].dice is not None:
@@ -106,7 +116,7 @@ class HFBackend:
                 self.model,
                 samples,
                 choose,
-                ending.of,
+                ended,
                 size=self._plain_size,
                 most=sampling.max_gen_toks,
                 options=options,
@@ -182,12 +192,12 @@ def _dice(prompt: Prompt) -> Dice | None:
     return Dice(prompt.seed)
 
 
-def plan_batches(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
+def plan_batches(prompts: Sequence[Prompt], slots: int) -> list[list[int]]:
     """Fixed batches of the positions of `prompts`: of one setting, the longest first, equal prompts in one batch.
 
     Args:
         prompts: In lm-eval's order.
-        size: Samples a batch, and more where equal prompts would be parted.
+        slots: Sequences at once; a batch has some rounds of them, and more where equal prompts would be parted.
     """
     groups: dict[str, list[int]] = {}
     first: dict[tuple[int, ...], int] = {}
@@ -197,6 +207,7 @@ def plan_batches(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
     batches = []
     for members in groups.values():
         ordered = sorted(members, key=lambda at: (-len(prompts[at].tokens or ()), first[prompts[at].tokens or ()]))
+        size = slots * (ROUNDS if prompts[members[0]].sampling.max_gen_toks < LONG else LONG_ROUNDS)
         parts: list[list[int]] = []
         for at in ordered:
             if not parts or (len(parts[-1]) >= size and prompts[parts[-1][-1]].tokens != prompts[at].tokens):

@@ -70,7 +70,7 @@ def _equal(one: list[str], other: list[str]) -> str:
 def test_gsm8k_on_a_cpu(smollm2: Path, data_root: Path, tmp_path: Path) -> None:
     loaded = load(ModelSpec(id=str(smollm2)), device="cpu")
     requests = _requests(data_root, int(os.environ.get("HALFBYTE_QUESTIONS", "16")), {})
-    tried = {size: _theirs(loaded.model, loaded.tokenizer, requests, size) for size in (1, 4, 16)}
+    tried = {size: _theirs(loaded.model, loaded.tokenizer, requests, size) for size in (1, 4)}
     seconds, texts, lm = _ours(loaded.model, loaded.tokenizer, requests, tmp_path)
     print()
     for size, (theirs, _) in tried.items():

@@ -228,3 +228,43 @@ def test_nothing_to_generate_needs_no_model() -> None:
         device = torch.device("cpu")
 
     Engine(NoModel()).generate([], greedy, ended)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "an FP8 KV cache", "a sliding window", "sinks and experts"])
+def test_on_a_gpu_replayed_steps_give_the_texts_of_each_sequence_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS[name]().to("cuda")
+    for module in model.modules():
+        for quantizer in ("k_bmm_quantizer", "v_bmm_quantizer"):
+            if hasattr(module, quantizer):
+                getattr(module, quantizer).to("cuda")
+    engine = Engine(model, slots=6, budget=64)
+    assert engine.refusal is None
+    captured: list[tuple[int, int]] = []
+    capture = engine.decoder._capture
+
+    def watched(key: tuple[int, int]) -> None:
+        capture(key)
+        captured.append(key)
+
+    monkeypatch.setattr(engine.decoder, "_capture", watched)
+    texts = generated(engine, long)
+    for prompt, tokens in zip(prompts(), texts, strict=True):
+        ids = torch.tensor([[*prompt, *tokens]], device="cuda")
+        greedy_tokens = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert greedy_tokens == tokens
+    assert captured
+    if name != "sinks and experts":  # whose routing waits for the GPU
+        assert engine.decoder.graphs
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_slots_keep_within_what_is_planned(llama_factory: Any) -> None:
+    engine = Engine(llama_factory().to("cuda"), slots=32)
+    assert engine.decoder is not None
+    engine.room = 2048  # eight slots of 256 tokens
+    texts = generated(engine, long)
+    assert len(texts) == len(prompts())
+    assert engine.decoder.slots.count == 0

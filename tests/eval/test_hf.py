@@ -162,7 +162,7 @@ def test_out_of_memory_transformers_generate_goes_on_with_half(
 
 def test_batches_keep_equal_prompts_together_and_begin_with_the_longest() -> None:
     prompts = [Prompt("", tuple([at % 7] * (1 + at % 7)), GREEDY if at % 2 else DRAWN, at) for at in range(84)]
-    batches = plan_batches(prompts, 5)
+    batches = plan_batches(prompts, 2)
     assert sorted(at for batch in batches for at in batch) == list(range(84))
     for batch in batches:
         assert len({prompts[at].sampling for at in batch}) == 1
@@ -173,6 +173,13 @@ def test_batches_keep_equal_prompts_together_and_begin_with_the_longest() -> Non
     assert all(len(numbers) == 1 for numbers in homes.values())
     firsts = [len(prompts[batch[0]].tokens or ()) for batch in batches]
     assert firsts == sorted(firsts, reverse=True)
+
+
+def test_each_sample_is_told_of_when_it_ends(backend: Any, tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    made, told = backend(tiny_llama, tiny_tokenizer, batch_size=2), []
+    made.told = lambda: told.append(1)
+    made.generate(asked(tiny_tokenizer, TEXTS, GREEDY))
+    assert len(told) == len(TEXTS)
 
 
 def test_k_samples_of_lm_eval_have_k_seeds(tiny_llama: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
