@@ -47,7 +47,7 @@ class Progress:
         self._work = work
         self._left = Counter(questions)
         self._total = len(self._left)
-        self.done = self._earlier = self._tokens = 0
+        self.done = self._earlier = self._tokens = self._ended = 0
         self._start = time.perf_counter()
         total = sum(map(len, batches)) if work is None else sum(work)
         self._bar = progress_bar(total=total, desc=label, unit="text" if work is None else "tok", unit_scale=True)
@@ -59,6 +59,12 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
+
+    def ended(self, count: int = 1) -> None:
+        """So many texts of the batch under way have ended; a batch of long ones takes its time."""
+        if self._work is None:
+            self._ended += count
+            self._bar.update(count)
 
     def known(self, index: int) -> None:
         """Batch `index` was answered by an earlier process: what it took has no part in the ETA."""
@@ -87,4 +93,5 @@ class Progress:
             question = self._questions[at]
             self._left[question] -= 1
             self.done += self._left[question] == 0
-        self._bar.update(len(batch) if self._work is None else self._work[index])
+        self._bar.update(len(batch) - self._ended if self._work is None else self._work[index])
+        self._ended = 0

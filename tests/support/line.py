@@ -20,7 +20,8 @@ TEXTS = [f"the {a} {b} sees the {c} and the {a} runs" for a in ("cat", "dog", "b
 
 # Imported once by the fork server and not by every child; ModelOpt alone takes seconds.
 PRELOADED = [
-    "halfbyte.stages", "halfbyte.quant.produce", "halfbyte.quant.verify", "halfbyte.reports.write", "lm_eval.evaluator",
+    "halfbyte.stages", "halfbyte.eval.recording", "halfbyte.eval.hf", "halfbyte.eval.run", "halfbyte.quant.produce",
+    "halfbyte.quant.verify", "halfbyte.reports.write", "lm_eval.evaluator",
     "modelopt.recipe.presets", "modelopt.torch.export", "modelopt.torch.quantization", "transformers.models.llama",
     "transformers.models.llama.modeling_llama", "transformers.generation",
 ]  # fmt: skip
@@ -223,5 +224,6 @@ def _answer(line: str) -> Any:
 
 def _timeless(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _timeless(item) for key, item in value.items() if key not in ("created", "seconds")}
+        gone = ("created", "not_before", "seconds", "baseline_seconds", "candidate_seconds")
+        return {key: _timeless(item) for key, item in value.items() if key not in gone}
     return [_timeless(item) for item in value] if isinstance(value, list) else value
