@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeVar
 
 import requests
 from requests.adapters import HTTPAdapter
 from requests.auth import AuthBase
+from urllib3.exceptions import ReadTimeoutError
 from urllib3.util import Retry
 
 from halfbyte.recipes.schema import ServerSpec
@@ -53,6 +54,15 @@ class _Bearer(AuthBase):
         return request
 
 
+class _Retry(Retry):
+    """Tries again, but not after a time-out: the next try would take as long, and a server may still be at the first."""
+
+    def increment(self, *arguments: Any, **options: Any) -> _Retry:
+        if isinstance(options.get("error"), ReadTimeoutError):
+            raise options["error"]
+        return super().increment(*arguments, **options)
+
+
 class Endpoint:
     """Requests to one server, several at once.
 
@@ -73,7 +83,7 @@ class Endpoint:
         session = requests.Session()
         session.auth = _Bearer(self._key)
         # A request may be repeated whatever its method: the answer to a prompt changes nothing on the server.
-        retry = Retry(
+        retry = _Retry(
             total=retries,
             allowed_methods=None,
             status_forcelist=BUSY,
@@ -111,14 +121,27 @@ class Endpoint:
         except Refused:
             return None
 
-    def each(self, ask: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
-        """`ask` of each item, several at once, in order; the first error stops those that have not begun."""
+    def each(
+        self, ask: Callable[[Item], Answer], items: Sequence[Item], told: Callable[[], None] | None = None
+    ) -> list[Answer]:
+        """`ask` of each item, several at once, in order; the first error stops those that have not begun.
+
+        Args:
+            ask: Called in threads.
+            items: What it is called with.
+            told: Called here for each answer that has come.
+        """
         with ThreadPoolExecutor(min(self.spec.concurrency, max(1, len(items)))) as pool:
+            waiting = [pool.submit(ask, item) for item in items]
             try:
-                return list(pool.map(ask, items))
+                for answer in as_completed(waiting):
+                    answer.result()
+                    if told is not None:
+                        told()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+            return [answer.result() for answer in waiting]
 
     def _ask(self, method: str, path: str, payload: dict[str, Any] | None, retries: int) -> dict[str, Any]:
         url = f"{self.root}{path}" if path.startswith("/") else f"{self.base}/{path}"
@@ -126,10 +149,11 @@ class Endpoint:
         try:
             response = session.request(method, url, json=payload, timeout=(CONNECT_SECONDS, self.spec.timeout))
         except requests.Timeout as error:
-            raise self._timed_out(url, retries) from error
+            raise UserError(
+                f"{url} gave no answer within {self.spec.timeout:g} seconds",
+                f"raise evaluate.server.timeout or lower evaluate.server.concurrency; {GO_ON}",
+            ) from error
         except requests.ConnectionError as error:
-            if "Read timed out" in str(error):
-                raise self._timed_out(url, retries) from error
             raise UserError(
                 f"no server answers at {url}: {_reason(error)}",
                 f"start it, or correct evaluate.server.base_url; {GO_ON}",
@@ -139,12 +163,6 @@ class Endpoint:
         if response.status_code >= 400:
             raise self._refused(url, response, payload, retries)
         return _object(url, response)
-
-    def _timed_out(self, url: str, retries: int) -> UserError:
-        return UserError(
-            f"{url} gave no answer within {self.spec.timeout:g} seconds{_tries(retries)}",
-            f"raise evaluate.server.timeout or lower evaluate.server.concurrency; {GO_ON}",
-        )
 
     def _refused(self, url: str, response: requests.Response, payload: dict[str, Any] | None, retries: int) -> Refused:
         status, said = response.status_code, _message(response)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -57,6 +57,7 @@ class ServerBackend:
         penalty: float | None = None,
     ) -> None:
         self.penalty = penalty
+        self.told: Callable[[], None] | None = None
         self.endpoint = endpoint
         self.server = engine
         self.chat = endpoint.spec.api == "chat"
@@ -117,7 +118,7 @@ class ServerBackend:
             self.completions.settle()
         if any(prompt.seed is not None for prompt in prompts):
             self._require_seeds()
-        return self.endpoint.each(self._generate, prompts)
+        return self.endpoint.each(self._generate, prompts, self.told)
 
     def _generate(self, prompt: Prompt) -> Generated:
         most = prompt.sampling.max_gen_toks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -165,6 +166,7 @@ def open_vllm(folder: Path, tokenizer: Any, settings: EvaluateSpec, *, penalty: 
     twice = sorted(set(settings.vllm) & set(OURS))
     if twice:
         raise UserError(f"evaluate.vllm.{twice[0]} has a place of its own", "see evaluate.dtype, seed and max_length")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # its log would get into our output on stdout
     try:
         from vllm import LLM
     except ImportError as error:

@@ -133,10 +133,10 @@ class ServerSpec(_Strict):
     """The environment variable that holds the API key; none is sent where it is not set."""
     concurrency: int = Field(default=16, ge=1)
     """Requests under way at once."""
-    timeout: float = Field(default=600.0, gt=0)
-    """Seconds to wait for one answer."""
+    timeout: float = Field(default=3600.0, gt=0)
+    """Seconds to wait for one answer, which may be 32,768 tokens long; not tried again."""
     retries: int = Field(default=4, ge=0)
-    """Further tries after a lost connection, a time-out, and the statuses 429 and 5xx, with growing pauses."""
+    """Further tries after a lost connection and the statuses 429 and 5xx, with growing pauses."""
 
 
 class EvaluateSpec(_Strict):

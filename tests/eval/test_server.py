@@ -220,7 +220,8 @@ def test_a_busy_server_is_asked_again(brain: Brain, tiny_tokenizer: Any) -> None
 
 def test_a_server_that_is_gone_or_too_slow_is_said_to_be(brain: Brain, tiny_tokenizer: Any) -> None:
     with serving(brain, Faults(slow=0.5)) as server, pytest.raises(UserError, match=r"no answer within 0.05 seconds"):
-        open_server(server.spec(timeout=0.05, retries=0), tiny_tokenizer)
+        open_server(server.spec(timeout=0.05, retries=3), tiny_tokenizer)
+    assert len(server.asked) == 1, "a time-out is not tried again"
     with pytest.raises(UserError, match=r"no server answers at .*Connection refused \(start it"):
         open_server(server.spec(retries=0), tiny_tokenizer)
 
@@ -302,3 +303,12 @@ def test_messages_are_sent_as_they_are(brain: Brain, tiny_tokenizer: Any) -> Non
     sent = [payload for path, payload in server.asked if path == "/v1/chat/completions"]
     assert sent[-1]["messages"] == CHAT
     assert json.loads(json.dumps(sent[-1]))["model"] == "tiny"
+
+
+def test_each_text_is_told_of_when_it_has_ended(brain: Brain, tiny_tokenizer: Any) -> None:
+    with serving(brain) as server:
+        backend = open_server(server.spec(), tiny_tokenizer)
+        ended: list[int] = []
+        backend.told = lambda: ended.append(len(ended))
+        backend.generate([_prompt(tiny_tokenizer, f"the cat {at}") for at in range(5)])
+    assert ended == list(range(5))
