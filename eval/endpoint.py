@@ -55,7 +55,7 @@ class _Bearer(AuthBase):
 
 
 class _Retry(Retry):
-    """Tries again, but not after a time-out: the next try would take as long, and a server may still be at the first."""
+    """Tries again, but not after a time-out: the server may still be at the first try, and would take as long."""
 
     def increment(self, *arguments: Any, **options: Any) -> _Retry:
         if isinstance(options.get("error"), ReadTimeoutError):

@@ -143,7 +143,7 @@ class EvaluateSpec(_Strict):
     """What both sides are measured on."""
 
     backend: Literal["hf", "vllm", "server"] = "hf"
-    """hf: transformers, with a checkpoint's formats emulated; vllm: that engine in this process; server: an endpoint."""
+    """hf: transformers, with a checkpoint's formats emulated; vllm: that engine in this process; server: see there."""
     server: ServerSpec | None = None
     vllm: dict[str, Any] = {}
     """Arguments of vllm.LLM: tensor_parallel_size, gpu_memory_utilization, kv_cache_dtype, ..."""
