@@ -14,6 +14,7 @@ def run(args: Namespace) -> int:
     from halfbyte.reports.published import (
         beside,
         described,
+        measured_any,
         overlay_rows,
         published_rows,
         published_table,
@@ -43,8 +44,10 @@ def run(args: Namespace) -> int:
         return 0
     print(f"{published.model or 'several models'}\n\n{aligned(published_rows(published))}\n\n{described(published)}")
     for one in overlays:
-        rows = overlay_rows(one)
-        print(f"\n{aligned(rows) if rows.rows else 'The run measured nothing of what this table holds.'}")
+        shown = (
+            aligned(overlay_rows(one)) if measured_any(one) else "The run measured nothing of what this table holds."
+        )
+        print(f"\n{shown}")
     return 0
 
 

@@ -60,7 +60,8 @@ class RunFolder:
         """What a run put here, half-written folders included; anything else in the folder is somebody's own."""
         stages = ("calibration", "checkpoint", "evaluations", "fidelity", "canary")
         files = ("recipe.yaml", "manifest.json", "verification.json", "comparison.json", "verdict.json", "junit.xml")
-        names = {*files, "report.md", "report.html", *stages, *(f"{stage}{end}" for stage in stages for end in ENDINGS)}
+        reports = ("report.md", "report.html", "model-card.md", "eval_results.yaml")
+        names = {*files, *reports, *stages, *(f"{stage}{end}" for stage in stages for end in ENDINGS)}
         return sorted(path for path in self.root.iterdir() if path.name in names)
 
     @contextmanager

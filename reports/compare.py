@@ -20,7 +20,7 @@ from halfbyte.records.manifest import now
 from halfbyte.records.noise import load_noise
 from halfbyte.records.record import EvaluationRecord, Health, ModelSummary, find_records
 from halfbyte.reports.bootstrap import ratio_interval, recovery
-from halfbyte.reports.comparison import Comparison, FidelityResult, Flip, NoiseFloor, SubtaskResult, TaskResult
+from halfbyte.reports.comparison import Comparison, Cost, FidelityResult, Flip, NoiseFloor, SubtaskResult, TaskResult
 from halfbyte.reports.gate import judge
 from halfbyte.reports.loss import paired_loss
 from halfbyte.reports.metrics import definition
@@ -89,6 +89,10 @@ def compare(
         allowed=list(
             dict.fromkeys(f"{one.baseline.task}: {difference}" for one in pairs for difference in one.allowed)
         ),
+        costs={
+            "baseline": _cost([one.baseline for one in pairs], first),
+            "candidate": _cost([one.candidate for one in pairs], first),
+        },
         packages={"baseline": pairs[0].baseline.packages, "candidate": pairs[0].candidate.packages},
         hardware={"baseline": pairs[0].baseline.hardware, "candidate": pairs[0].candidate.hardware},
         notes=_notes(pairs) + _clock_notes(created, latest),
@@ -341,6 +345,16 @@ def _notes(pairs: list[Pairs]) -> list[str]:
         if one != other:
             notes.append(f"The sides were evaluated on different hardware ({name}: {one} and {other}).")
     return notes
+
+
+def _cost(records: list[EvaluationRecord], baseline: ModelSummary) -> Cost:
+    seconds, tokens = sum(record.seconds for record in records), sum(record.tokens for record in records)
+    return Cost(
+        bytes_share=records[0].model.bytes_on_disk / baseline.bytes_on_disk,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds > 0 else None,
+    )
 
 
 def _clock_notes(created: str, latest: str) -> list[str]:

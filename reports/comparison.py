@@ -179,6 +179,17 @@ class PublishedTable(_Strict):
     cells: list[PublishedCell]
 
 
+class Cost(_Strict):
+    """What one side weighs, and what its evaluation took on that side's hardware."""
+
+    bytes_share: float
+    """Size on disk over the baseline's."""
+    tokens: int
+    """Prompt tokens scored plus tokens generated, over all tasks."""
+    seconds: float
+    tokens_per_second: float | None
+
+
 class Verdict(_Strict):
     """What was decided and why; written as verdict.json."""
 
@@ -222,6 +233,8 @@ class Comparison(_Strict):
     """How the candidate is quantized; empty where its checkpoint is not at hand."""
     manifest: dict[str, Any] | None = None
     """What made the candidate; None where that is not at hand."""
+    costs: dict[str, Cost]
+    """Of "baseline" and "candidate"."""
     packages: dict[str, dict[str, str | None]]
     """Package versions of "baseline" and "candidate"."""
     hardware: dict[str, dict[str, Any]]

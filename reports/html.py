@@ -10,6 +10,13 @@ from markupsafe import Markup
 
 from halfbyte.records.record import Fingerprint
 from halfbyte.reports import figures
+from halfbyte.reports.appendix import (
+    layers_tables,
+    lengths_table,
+    manifest_table,
+    published_overlays,
+    speed_table,
+)
 from halfbyte.reports.comparison import Comparison, FidelityResult, TaskResult
 from halfbyte.reports.forest import forest_plots
 from halfbyte.reports.tables import (
@@ -70,6 +77,11 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
         origin=_origin_table(comparisons, baseline, names),
         digests=[(baseline, comparisons[0].baseline)]
         + [(label, one.candidate) for label, one in zip(names, comparisons, strict=True)],
+        speed=speed_table(comparisons),
+        lengths=lengths_table(comparisons),
+        published=published_overlays(comparisons),
+        layers=layers_tables(comparisons),
+        manifest=manifest_table(comparisons),
         policies=list({one.policy.name: one.policy for one in comparisons if one.policy}.values()),
     )
 
@@ -85,8 +97,10 @@ def _card(label: str, comparison: Comparison) -> dict[str, str]:
             "sentence": "No policy was asked for, so nothing says how much loss is tolerated.",
             "next_step": "Run halfbyte gate on the same two folders to get a verdict.",
         }
+    ratio = comparison.policy is not None and comparison.policy.ratio is not None
+    unproven = "MLPerf's rule holds" if ratio else "Smoke test passed"
     headlines = {
-        "pass": "May be released" if verdict.release_evidence else "Smoke test passed",
+        "pass": "May be released" if verdict.release_evidence else unproven,
         "fail": "Do not release",
         "inconclusive": "Not enough evidence",
         "anomaly": "Something is broken",

@@ -147,21 +147,21 @@ def published_rows(published: Published) -> Table:
 
 
 def overlay_rows(table: PublishedTable) -> Table:
-    """Published and ours with their difference, one line a figure."""
-    rows = [
-        [
-            cell.row,
-            cell.benchmark,
-            NOT_AT_HAND if cell.value is None else _plain(cell.value),
-            figures.NONE if cell.ours is None else figures.figure(cell.ours, 2),
-            figures.NONE if cell.difference is None else f"{cell.difference:+.2f}",
-        ]
-        for cell in table.cells
-        if cell.ours is not None
-    ]
-    return Table(
-        f"{table.id} ({table.unit})", ["published row", "benchmark", "published", "ours", "difference"], rows, 2
-    )
+    """The table in the layout it was published in; below each row that we measured, ours and the difference."""
+    benchmarks = list(dict.fromkeys(cell.benchmark for cell in table.cells))
+    rows: list[list[str]] = []
+    for name in dict.fromkeys(cell.row for cell in table.cells):
+        cells = [cell for cell in table.cells if cell.row == name]
+        rows.append([name, *(NOT_AT_HAND if cell.value is None else _plain(cell.value) for cell in cells)])
+        if any(cell.ours is not None for cell in cells):
+            rows.append([f"ours, as {name}", *(figures.figure(cell.ours, 2) for cell in cells)])
+            rows.append(["difference", *(figures.figure(cell.difference, 2) for cell in cells)])
+    return Table(f"{table.id} ({table.unit})", ["", *benchmarks], rows)
+
+
+def measured_any(table: PublishedTable) -> bool:
+    """Whether one of our figures stands beside a published one."""
+    return any(cell.ours is not None for cell in table.cells)
 
 
 def described(published: Published) -> str:

@@ -174,7 +174,7 @@ def all_notes(comparisons: Sequence[Comparison]) -> list[str]:
     for label, one in zip(names, comparisons, strict=True):
         notes += [f"{label}: allowed by the policy: {difference}" for difference in one.allowed]
         notes += [f"{label}: {waiver}" for waiver in one.waivers]
-        if one.degraded:
+        if one.degraded and len(one.tasks) > 1:
             notes.append(
                 f"{label}: worse beyond chance, at 5% for all {len(one.tasks)} tasks together (Holm): "
                 f"{', '.join(one.degraded)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from halfbyte.reports.appendix import lengths_table, published_overlays, speed_table
 from halfbyte.reports.comparison import Comparison
 from halfbyte.reports.tables import (
     Table,
@@ -72,35 +73,40 @@ def render_markdown(comparisons: Sequence[Comparison]) -> str:
     """
     models = models_table(comparisons)
     baseline, names = labels(comparisons)
-    parts = [f"# Accuracy loss against {_escaped(baseline)}"]
+    parts = [f"# Accuracy loss against {escaped(baseline)}"]
     for label, one in zip(names, comparisons, strict=True):
         if one.verdict is not None:
             parts.append(
-                f"**{verdict_word(one)}: {_escaped(label)}.** {_escaped(one.verdict.sentence)} "
-                f"*{_escaped(one.verdict.next_step)}*"
+                f"**{verdict_word(one)}: {escaped(label)}.** {escaped(one.verdict.sentence)} "
+                f"*{escaped(one.verdict.next_step)}*"
             )
     parts.append(piped(models))
     for label, one in zip(names, comparisons, strict=True):
         table = losses_table(one, label, baseline)
-        parts.append(f"## {_escaped(table.title)}")
+        parts.append(f"## {escaped(table.title)}")
         parts.append(piped(table))
         if one.fidelity is not None:
-            parts.append(_escaped(perplexity_line(one.fidelity, label)))
-    parts.append(_escaped(how_to_read(comparisons[0])))
+            parts.append(escaped(perplexity_line(one.fidelity, label)))
+    parts.append(escaped(how_to_read(comparisons[0])))
+    for overlay, source in published_overlays(comparisons):
+        parts += [f"## Published: {escaped(overlay.title)}", piped(overlay), escaped(source)]
+    parts += ["## Size and speed", piped(speed_table(comparisons))]
+    if (lengths := lengths_table(comparisons)) is not None:
+        parts += ["## Generated texts", piped(lengths)]
     if notes := all_notes(comparisons):
-        parts.append("## Notes\n\n" + "\n".join(f"- {_escaped(note)}" for note in notes))
+        parts.append("## Notes\n\n" + "\n".join(f"- {escaped(note)}" for note in notes))
     return "\n\n".join(parts) + "\n"
 
 
 def piped(table: Table) -> str:
     last = len(table.headers) - 1
     marks = ["---" if i < table.labels or i == last else "--:" for i in range(len(table.headers))]
-    lines = [[_escaped(cell) for cell in table.headers], marks]
-    lines += [[_escaped(cell) for cell in row] for row in table.rows]
+    lines = [[escaped(cell) for cell in table.headers], marks]
+    lines += [[escaped(cell) for cell in row] for row in table.rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text without effect as Markdown or HTML."""
     text = text.replace("&", "&amp;").replace("<", "&lt;")
     return "".join(f"\\{character}" if character in "\\`*_|[]" else character for character in text)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from halfbyte.records.files import dumps, write_text
+from halfbyte.reports.card import CARD_FILE, EVAL_RESULTS_FILE, eval_results, model_card
 from halfbyte.reports.comparison import COMPARISON_FILE, EXIT_CODES, Comparison, ComparisonFile
 from halfbyte.reports.gate import worst
 from halfbyte.reports.html import render_html
@@ -22,7 +23,9 @@ JUNIT_FILE = "junit.xml"
 
 
 def write_reports(comparisons: Sequence[Comparison], output: Path) -> list[Path]:
-    """Writes comparison.json, report.md and report.html, and with a policy junit.xml and verdict.json.
+    """Writes comparison.json, report.md, report.html and model-card.md, and with a policy junit.xml and verdict.json.
+
+    A report on one candidate has eval_results.yaml as well, for .eval_results/ of its repository.
 
     Each file is written atomically, the verdict last. Without a policy a verdict of earlier comparisons is removed
     from the folder: it would speak for other numbers than those beside it.
@@ -34,6 +37,8 @@ def write_reports(comparisons: Sequence[Comparison], output: Path) -> list[Path]
         UserError: when there is no comparison, when they have different baselines, or the disk is full.
     """
     contents = {
+        CARD_FILE: model_card(comparisons),
+        **({EVAL_RESULTS_FILE: eval_results(comparisons[0])} if len(comparisons) == 1 else {}),
         MARKDOWN_FILE: render_markdown(comparisons),
         HTML_FILE: render_html(comparisons),
         COMPARISON_FILE: dumps(ComparisonFile(comparisons=list(comparisons)).model_dump(mode="json")),
@@ -52,6 +57,6 @@ def write_reports(comparisons: Sequence[Comparison], output: Path) -> list[Path]
         )
     for name, content in contents.items():
         write_text(output / name, content)
-    for name in {VERDICT_FILE, JUNIT_FILE} - contents.keys():
+    for name in {VERDICT_FILE, JUNIT_FILE, EVAL_RESULTS_FILE} - contents.keys():
         (output / name).unlink(missing_ok=True)
     return [output / name for name in contents]

@@ -25,7 +25,7 @@ from halfbyte.reports.text import render_markdown, render_text
 from halfbyte.reports.write import write_reports
 
 NASTY = ("<script>alert(1)</script> & 'x'", "天空在晴天是什么颜色？", "ما لون السماء؟", "| pipe `code` $x_1$ *bold*")
-FILES = {"comparison.json", "report.html", "report.md", "verdict.json", "junit.xml"}
+FILES = {"comparison.json", "report.html", "report.md", "model-card.md", "verdict.json", "junit.xml"}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,13 @@ def written(value: Any) -> set[str]:
         return set().union(*(written(one) for one in value)) if value else set()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return set()
-    texts = {figures.figure(value), figures.figure(value, 2), figures.percent(value), figures.share(value)}
+    texts = {
+        figures.figure(value),
+        figures.figure(value, 1),
+        figures.figure(value, 2),
+        figures.percent(value),
+        figures.share(value),
+    }
     texts.add(figures.p_value(value))
     return texts | ({figures.count(value), figures.size(value)} if isinstance(value, int) else set())
 
@@ -179,7 +185,10 @@ def test_a_comparison_without_a_policy_leaves_no_verdict_behind(
     write_reports(comparisons, tmp_path / "out")
     unjudged = [compare(records / "bfloat16", records / "FP8")]
     write_reports(unjudged, tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES - {"verdict.json", "junit.xml"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == (FILES | {"eval_results.yaml"}) - {
+        "verdict.json",
+        "junit.xml",
+    }
     assert "Compared, not judged" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "not judged" in render_text(unjudged)
     with pytest.raises(UserError, match="was not judged"):
