@@ -61,6 +61,8 @@ class Batch:
 
     prefix: int
     rows: list[Row]
+    packed: bool = False
+    """Whether they lie one after another in a single sequence, without padding."""
 
     @property
     def members(self) -> list[int]:
@@ -71,6 +73,13 @@ class Batch:
     def width(self) -> int:
         """Tokens a row is padded to, without the prefix."""
         return max(row.length for row in self.rows) - self.prefix
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the pass, padding included and the prefix not."""
+        if self.packed:
+            return sum(row.length - self.prefix for row in self.rows)
+        return len(self.rows) * self.width
 
 
 def make_rows(requests: Sequence[Request], budget: int, *, branch: bool = True) -> list[Row]:
@@ -201,7 +210,9 @@ def _cut_tree(shared: Sequence[int]) -> dict[tuple[int, int], int]:
     return ranges
 
 
-def plan(requests: Sequence[Request], budget: int, *, share: bool = True, branch: bool = True) -> list[Batch]:
+def plan(
+    requests: Sequence[Request], budget: int, *, share: bool = True, branch: bool = True, pack: int | None = None
+) -> list[Batch]:
     """Fixed batches, the longest first, so that a lack of memory shows at once; they depend on the requests alone.
 
     Args:
@@ -209,16 +220,34 @@ def plan(requests: Sequence[Request], budget: int, *, share: bool = True, branch
         budget: Most tokens a forward pass, padding included and the shared prefix not; a longer row gets its own.
         share: Whether the model reads prefixes from a cache exactly; else each row is whole.
         branch: Whether it keeps branches apart as well.
+        pack: Tokens of a sequence in which rows with a common prefix are packed; None to pad them.
     """
     rows = make_rows(requests, budget, branch=share and branch)
-    groups = make_groups(rows) if share else [(0, rows)]
-    batches = [Batch(prefix, part) for prefix, group in groups for part in _cut(group, prefix, budget)]
+    batches = []
+    for prefix, group in make_groups(rows) if share else [(0, rows)]:
+        packed = prefix > 0 and pack is not None
+        parts = _fill(group, prefix, min(pack or 0, budget)) if packed else _cut(group, prefix, budget)
+        batches += [Batch(prefix, part, packed) for part in parts]
     # The batches of a group stay neighbours, since its prefix is computed for the first and kept for the rest.
     longest: dict[tuple[int, ...], int] = {}
     for batch in batches:
         head = batch.rows[0].context[: batch.prefix]
         longest[head] = max(longest.get(head, 0), batch.prefix + batch.width)
     return sorted(batches, key=lambda batch: (-longest[head := batch.rows[0].context[: batch.prefix]], head))
+
+
+def _fill(rows: Sequence[Row], prefix: int, budget: int) -> list[list[Row]]:
+    """Rows of a group by falling length, as many as the budget has room for beside each other."""
+    parts: list[list[Row]] = []
+    room = 0
+    for row in sorted(rows, key=lambda row: -row.length):
+        size = row.length - prefix
+        if not parts or size > room:
+            parts.append([])
+            room = budget
+        parts[-1].append(row)
+        room -= size
+    return parts
 
 
 def _cut(rows: Sequence[Row], prefix: int, budget: int) -> list[list[Row]]:

@@ -66,7 +66,7 @@ def test_mmlu_five_shot_on_a_cpu(batch_size: int, smollm2: Path, data_root: Path
         ours |= dict(zip(batch.members, scorer.score(encoded, batch), strict=True))
     end = time.perf_counter()
     ratio = (middle - start) / (end - middle)
-    padded = sum(len(batch.rows) * batch.width for batch in batches)
+    padded = sum(batch.computed for batch in batches)
     tokens = sum(row.length - batch.prefix for batch in batches for row in batch.rows)
     print(
         f"\n{len(requests)} requests: hf backend at batch size {batch_size} {middle - start:.1f} s, "
@@ -147,7 +147,7 @@ def test_mmlu_five_shot_on_a_gpu(smollm2: Path, data_root: Path) -> None:
             ours[at] = value
     end = time.perf_counter()
     prefixes = {batch.rows[0].context[: batch.prefix] for batch in batches}
-    padded = sum(len(batch.rows) * batch.width for batch in batches)
+    padded = sum(batch.computed for batch in batches)
     behind = sum(row.length - batch.prefix for batch in batches for row in batch.rows)
     distinct = behind + sum(map(len, prefixes))
     weights = sum(p.numel() for p in model.parameters()) - 2 * model.get_input_embeddings().weight.numel()

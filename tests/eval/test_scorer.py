@@ -11,7 +11,7 @@ import torch
 from tiny import CPU, make_model, sequences, spec
 
 from halfbyte.eval import sharing
-from halfbyte.eval.scorer import PrefixScorer
+from halfbyte.eval.scorer import PACKED, PrefixScorer
 from halfbyte.eval.sharing import Request
 
 
@@ -59,6 +59,20 @@ def test_answers_are_those_of_single_forward_passes(family: str) -> None:
     scorer = PrefixScorer(model, budget=256)
     assert scorer.shares
     assert any(batch.prefix for batch in scorer.plan(requests))
+    assert_same(scored(scorer, requests), model, requests)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_questions_one_after_another_in_a_sequence_do_not_see_each_other(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKED, "cpu", 100)  # as on a GPU
+    model, requests = make_model(family).float(), few_shot()
+    scorer = PrefixScorer(model, budget=256)
+    batches = scorer.plan(requests)
+    # Gemma's window is shorter than these rows, and a mask of our own knows no window.
+    assert any(batch.packed and len(batch.rows) > 1 for batch in batches) == (family != "gemma3")
+    assert all(batch.computed <= 100 or len(batch.rows) == 1 for batch in batches if batch.packed)
     assert_same(scored(scorer, requests), model, requests)
 
 

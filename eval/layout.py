@@ -1,0 +1,61 @@
+"""How the rows of a batch lie in a forward pass, and what each of their tokens sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.eval.sharing import Row
+
+
+class Layout(NamedTuple):
+    """The tokens of rows behind the prefix that they share."""
+
+    ids: Tensor
+    """int64 [sequences, width]; padding is on the right, where nothing sees it."""
+    starts: list[tuple[int, int]]
+    """The sequence and the place in it where each row begins."""
+
+
+def lay_out(rows: Sequence[Row], prefix: int, *, packed: bool) -> Layout:
+    """Rows in sequences of their own, padded to the longest, or packed: one after another in a single sequence."""
+    behind = [[*row.context[prefix:], *(token for branch in row.branches for token in branch)] for row in rows]
+    if packed:
+        starts, at = [], 0
+        for tokens in behind:
+            starts.append((0, at))
+            at += len(tokens)
+        return Layout(torch.tensor([[token for tokens in behind for token in tokens]]), starts)
+    width = max(map(len, behind))
+    ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in behind])
+    return Layout(ids, [(at, 0) for at in range(len(rows))])
+
+
+def masked(model: Any, rows: Sequence[Row], prefix: int, layout: Layout) -> dict[str, Tensor]:
+    """Positions and mask under which a token sees the prefix, the context of its row, and its own branch up to itself.
+
+    Needed where a row has several branches or a sequence several rows.
+    """
+    shape, device, dtype = layout.ids.shape, model.device, model.dtype
+    positions = torch.zeros(shape, dtype=torch.long)  # 0 for padding: any that the model has
+    number = torch.zeros(shape, dtype=torch.long)  # of the row
+    owner = torch.zeros(shape, dtype=torch.long)  # 0: the context; else the number of the branch
+    for at, (row, (sequence, start)) in enumerate(zip(rows, layout.starts, strict=True)):
+        end = start + len(row.context) - prefix
+        positions[sequence, start:end] = torch.arange(prefix, len(row.context))
+        number[sequence, start : end + sum(map(len, row.branches))] = at
+        for branch_number, branch in enumerate(row.branches, start=1):
+            span = slice(end, end + len(branch))
+            owner[sequence, span] = branch_number
+            positions[sequence, span] = len(row.context) + torch.arange(len(branch))
+            end = span.stop
+    number, owner = number.to(device), owner.to(device)
+    seen = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])
+    seen &= number[:, None, :] == number[:, :, None]
+    seen &= torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).tril()
+    seen = torch.nn.functional.pad(seen, (prefix, 0), value=True)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
+    return {"position_ids": positions.to(device), "attention_mask": mask[:, None]}
