@@ -224,6 +224,6 @@ def _answer(line: str) -> Any:
 
 def _timeless(value: Any) -> Any:
     if isinstance(value, dict):
-        gone = ("created", "not_before", "seconds", "baseline_seconds", "candidate_seconds")
+        gone = ("created", "not_before", "seconds", "baseline_seconds", "candidate_seconds", "tokens_per_second")
         return {key: _timeless(item) for key, item in value.items() if key not in gone}
     return [_timeless(item) for item in value] if isinstance(value, list) else value
