@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import re
 import resource
 import select
 import subprocess
 import sys
 import threading
+from contextlib import redirect_stderr, redirect_stdout
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 SECONDS = 20.0
 """Longest comparison; what takes longer is not equal. The longest of MATH-500's takes half a second."""
+START_SECONDS = 300.0
+"""Longest start of that process, which imports sympy."""
+READY = "ready\n"
 MEMORY = 4 * 2**30
 """Bytes of address space of the process that compares."""
 DIGITS = 12
@@ -174,29 +179,38 @@ class _Judge:
 
     def ask(self, gold: str, answer: str) -> bool:
         with self.lock:
-            if self.process is None or self.process.poll() is not None:
-                command = [sys.executable, "-P", "-m", "halfbyte.eval.equivalence"]
-                self.process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-                )
-                atexit.register(self.stop)
-            process = self.process
+            process = self.process if self.process is not None and self.process.poll() is None else self._start()
             assert process.stdin is not None
-            assert process.stdout is not None
             process.stdin.write(json.dumps([gold, answer]) + "\n")
             process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], SECONDS)
-            line = process.stdout.readline() if ready else ""
+            line = _line(process, SECONDS)
             if line:
                 return bool(json.loads(line))
             self.stop()  # it took too long, or ran out of memory: whatever it is, it is not the reference answer
             return False
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-P", "-m", "halfbyte.eval.equivalence"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        atexit.register(self.stop)
+        self.process = process
+        if _line(process, START_SECONDS) != READY:
+            self.stop()
+            raise RuntimeError("the process that compares answers did not start; it says why on stderr")
+        return process
 
     def stop(self) -> None:
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
             self.process = None
+
+
+def _line(process: subprocess.Popen[str], seconds: float) -> str:
+    """The next line a process writes; "" where none comes in time."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], seconds)
+    return process.stdout.readline() if ready else ""
 
 
 _PROCESS = _Judge()
@@ -224,9 +238,16 @@ def _verify(gold: str, answer: str) -> bool:
 
 
 def _serve() -> None:
+    import math_verify  # noqa: F401  now, so that what is missing shows before the first answer
+
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    for line in sys.stdin:
-        print(json.dumps(_verify(*json.loads(line))), flush=True)
+    answers = sys.stdout
+    answers.write(READY)
+    answers.flush()
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        for line in sys.stdin:  # the parser writes about what it does not understand
+            answers.write(json.dumps(_verify(*json.loads(line))) + "\n")
+            answers.flush()
 
 
 if __name__ == "__main__":

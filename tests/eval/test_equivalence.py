@@ -126,3 +126,10 @@ def test_a_process_that_was_killed_is_started_again() -> None:
     process.kill()
     process.wait()
     assert equal("\\sqrt{52}", "2\\sqrt{13}")
+
+
+def test_a_process_that_does_not_start_is_a_bug_and_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = equivalence._Judge()
+    monkeypatch.setattr(equivalence.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="did not start"):
+        judge.ask("\\sqrt{5}", "2")
