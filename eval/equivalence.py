@@ -89,7 +89,8 @@ def _value_and_unit(text: str) -> tuple[str, str | None]:
     plain = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", plain)
     plain = re.sub(r"(?<!\\)\\[,;: ]|~", " ", plain)
     plain = re.sub(r"^\\[(\[]|\\[)\]]$|(?<!\\)\$", " ", plain).strip().rstrip(".").strip()
-    plain = re.sub(r"\\mathrm\{(\w)\}", r"\1", plain)
+    plain = re.sub(r"\\mathrm\{(\w)\}", r"\1", plain).replace("\\varnothing", "\\emptyset")
+    plain = re.sub(r"^\\text\s*\{[^{}]*(?:\bis|[:=])\s*\}\s*(?=.)", "", plain)  # \text{The answer is } 42
     if re.search(r"\d|\\", plain):
         joint = "or" if re.search(r"[<>]|\\[lg]e", plain) else "or|and"  # both of two inequalities are no list
         plain = re.sub(rf"(?:\\text\{{)?\s*\b(?:{joint})\b\s*\}}?", ",", plain)
@@ -128,6 +129,8 @@ def _split_unit(plain: str) -> tuple[str, str | None]:
     power = match.group(3) or _PREFIXES.get(first, "")
     name = rest if first in _PREFIXES else words
     known = _UNITS.get(name, name if name in _UNITS.values() else None)
+    if match.group(1) is not None and known is None and len(words) == 1:
+        return plain, None  # 2\text{i} is a number
     if match.group(1) is None and known is None and not re.fullmatch(rf"{_DECIMAL}\s+[a-z ]+", plain.lower()):
         return plain, None  # 2ab is a product
     return value, None if known is None else known + (f"^{power}" if power not in ("", "1") else "")
@@ -142,7 +145,7 @@ def _is_text(text: str) -> bool:
 
 
 def _words(text: str) -> str:
-    plain = re.sub(_TEXT, r"\1", text).lower().strip(" .,()'\"")
+    plain = re.sub(r"\\[a-z]+\s*\{([^{}]*)\}", r"\1", text).lower().strip(" .,()'\"")
     return re.sub(r"^(?:the|an?)\s+", "", plain)
 
 

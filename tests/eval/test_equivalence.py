@@ -43,6 +43,11 @@ from halfbyte.eval.equivalence import equal
         ("\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}"),
         ("101_2", "101_{2}"),
         ("\\infty", "∞"),
+        ("42", "\\text{The answer is } 42"),
+        ("6", "6\\text{ ways}"),
+        ("\\text{(B)}", "\\mathbf{B}"),
+        ("113", "m+n = 113"),
+        ("\\emptyset", "\\varnothing"),
     ],
 )
 def test_two_ways_to_write_it(gold: str, answer: str) -> None:
@@ -81,6 +86,9 @@ def test_two_ways_to_write_it(gold: str, answer: str) -> None:
         ("y = 2x + 3", "y = 2x + 4"),
         ("1 + 2i", "1 - 2i"),
         ("2\\pi", "2"),
+        ("6", "6\\text{i}"),
+        ("6", "6x"),
+        ("12", "12 \\text{ and } 13"),
         ("5", "\\frac{1}{0}"),
     ],
 )
