@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from killed import evaluate
+from killed import evaluate, write_tiny_tasks
 
 from halfbyte.records.record import load_record, read_samples, verify_content
 
 KILLS = 30
 TASKS = ("tiny_choice", "tiny_generate", "tiny_rolling")
-
-
-def write_tiny_tasks(folder: Path) -> None:
-    path = Path(__file__).parent.parent / "eval" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("tiny_tasks", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.write_tasks(folder)
 
 
 class Evaluation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,17 @@ from line import PRELOADED
 
 PAUSE = 0.004
 """Seconds before each batch is put on disk, so that there are moments to be killed at."""
+
+
+def write_tiny_tasks(folder: Path) -> None:
+    """The tiny tasks of tests/eval."""
+    path = Path(__file__).parent.parent / "eval" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("tiny_tasks", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(str(path))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.write_tasks(folder)
 
 
 def _child(argv: list[str], tasks: Path, cache: Path, begins: Connection) -> None:
