@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"halfbyte: error: {error.message}", file=sys.stderr)
         if error.hint:
             print(f"halfbyte: hint: {error.hint}", file=sys.stderr)
+        if error.details:
+            print(f"\n{error.details}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         again = shlex.join(["halfbyte", *arguments])

@@ -11,6 +11,7 @@ from halfbyte.records.files import dumps
 def run(args: Namespace) -> int:
     """Prints the list, a table, or a table beside a comparison that a run, gate or compare wrote."""
     from halfbyte.reports.comparison import load_comparisons
+    from halfbyte.reports.figures import model_label
     from halfbyte.reports.published import (
         beside,
         described,
@@ -37,16 +38,18 @@ def run(args: Namespace) -> int:
             )
         return 0
     published = published_table(args.table)
-    overlays = [] if args.run is None else [beside(published, one) for one in load_comparisons(args.run)]
+    overlays = (
+        []
+        if args.run is None
+        else [(model_label(one.candidate), beside(published, one)) for one in load_comparisons(args.run)]
+    )
     if args.json:
         content = published.model_dump(mode="json")
-        print(dumps(content if args.run is None else [one.model_dump(mode="json") for one in overlays]), end="")
+        print(dumps(content if args.run is None else [one.model_dump(mode="json") for _, one in overlays]), end="")
         return 0
     print(f"{published.model or 'several models'}\n\n{aligned(published_rows(published))}\n\n{described(published)}")
-    for one in overlays:
-        shown = (
-            aligned(overlay_rows(one)) if measured_any(one) else "The run measured nothing of what this table holds."
-        )
+    for label, one in overlays:
+        shown = aligned(overlay_rows(one, label)) if measured_any(one) else "The run measured nothing of this table."
         print(f"\n{shown}")
     return 0
 

@@ -74,11 +74,14 @@ def layers_tables(comparisons: Sequence[Comparison]) -> list[Table]:
 def published_overlays(comparisons: Sequence[Comparison]) -> list[tuple[Table, str]]:
     """Published figures beside ours, each table with where it is from."""
     found = []
-    for one in comparisons:
+    _, names = labels(comparisons)
+    for place, (label, one) in enumerate(zip(names, comparisons, strict=True)):
         for table in one.published:
             source = f"{table.model or 'Several models'}. Source: {'; '.join(table.source)} (seen: {table.seen}). "
             measured = "" if measured_any(table) else "None of its rows was measured here. "
-            found.append((overlay_rows(table), f"{source}{measured}Settings: {table.settings}"))
+            found.append(
+                (overlay_rows(table, label, measured_only=place > 0), f"{source}{measured}Settings: {table.settings}")
+            )
     return found
 
 

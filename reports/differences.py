@@ -96,14 +96,14 @@ def other_question(task: str, baseline: Line, candidate: Line) -> Incomparable:
         for what, part in (("doc_hash", "document"), ("prompt_hash", "prompt"), ("target_hash", "target"))
         if getattr(baseline, what) != getattr(candidate, what)
     )
-    texts = [_part(whole_line(line), part) for line in (baseline, candidate)]
-    left, right = _around_difference(*texts)
+    ours, theirs = (_part(whole_line(line), part) for line in (baseline, candidate))
+    left, right = _around_difference(ours, theirs)
     name = f"question {baseline.doc_id} of {baseline.subtask}"
     return Incomparable(
         f"the records of task '{task}' are not comparable: the {part} of {name} is {left} in the baseline and {right} "
         "in the candidate",
         SAME,
-        diff(*texts, f"{part} of {name}"),
+        diff(ours, theirs, f"{part} of {name}"),
     )
 
 

@@ -146,17 +146,26 @@ def published_rows(published: Published) -> Table:
     return Table(published.id, ["", *published.benchmarks], rows)
 
 
-def overlay_rows(table: PublishedTable) -> Table:
-    """The table in the layout it was published in; below each row that we measured, ours and the difference."""
+def overlay_rows(table: PublishedTable, label: str, *, measured_only: bool = False) -> Table:
+    """The table in the layout it was published in; below each row that we measured, ours and the difference.
+
+    Args:
+        table: The table beside ours.
+        label: The candidate's short name.
+        measured_only: Leave out the rows that we measured nothing of.
+    """
     benchmarks = list(dict.fromkeys(cell.benchmark for cell in table.cells))
     rows: list[list[str]] = []
     for name in dict.fromkeys(cell.row for cell in table.cells):
         cells = [cell for cell in table.cells if cell.row == name]
+        if measured_only and all(cell.ours is None for cell in cells):
+            continue
         rows.append([name, *(NOT_AT_HAND if cell.value is None else _plain(cell.value) for cell in cells)])
         if any(cell.ours is not None for cell in cells):
             rows.append([f"ours, as {name}", *(figures.figure(cell.ours, 2) for cell in cells)])
+        if any(cell.difference is not None for cell in cells):
             rows.append(["difference", *(figures.figure(cell.difference, 2) for cell in cells)])
-    return Table(f"{table.id} ({table.unit})", ["", *benchmarks], rows)
+    return Table(f"{table.id} ({table.unit}) beside {label}", ["", *benchmarks], rows)
 
 
 def measured_any(table: PublishedTable) -> bool:

@@ -127,7 +127,7 @@ def score_statistic(losses: ArrayLike, counts: ArrayLike, margin: ArrayLike) -> 
     if not (np.abs(values) <= 1 + NOISE).all():
         raise ValueError("losses must lie between -1 and 1")
     if not (np.abs(margins) < 1).all():
-        raise ValueError(f"a margin must lie between -1 and 1, got {margin}")
+        raise ValueError(f"a margin must lie between -1 and 1, got {margin!r}")
     total = counted.sum(axis=-1)
     shares = counted / total[..., None]
     mean = shares @ values

@@ -10,7 +10,8 @@ from halfbyte.records.record import ModelSummary
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, FidelityResult, Judgement, TaskResult, Word
 
-MAX_TASK_COLUMNS = 6
+MAX_TASK_COLUMNS = 6  # more do not fit beside each other on a laptop
+MAX_TASK_COLUMNS_BESIDE_FIDELITY = 4
 WORDS: dict[Word, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE", "anomaly": "ANOMALY"}
 
 
@@ -67,8 +68,8 @@ def models_table(comparisons: Sequence[Comparison]) -> Table:
     """One row a model, the baseline first: size, scores, distances and verdict."""
     check_one_baseline(comparisons)
     columns = list(dict.fromkeys((row.task, row.metric) for one in comparisons for row in one.tasks))
-    shown = columns if len(columns) <= MAX_TASK_COLUMNS else []
     measured = next((one.fidelity for one in comparisons if one.fidelity), None)
+    shown = columns if len(columns) <= (MAX_TASK_COLUMNS_BESIDE_FIDELITY if measured else MAX_TASK_COLUMNS) else []
     distance = ["KL (nats)", "top-1 agreement", "perplexity"] if measured else []
     headers = ["model", *(f"{task} {metric}" for task, metric in shown), *distance, "size on disk", "bits/weight"]
     first, others = labels(comparisons)

@@ -86,9 +86,11 @@ def _strain(row: TaskResult, judgement: Judgement) -> float:
 def _seen(label: str, row: TaskResult) -> str:
     result = row.result
     before, after = figures.apart(result.baseline, result.candidate)
-    change = f"{'gained' if result.loss < 0 else 'lost'} {figures.figure(abs(result.loss))}"
+    change = f"{'gained' if result.loss < 0 else 'lost'} {figures.figure(abs(result.loss))} {row.metric}"
+    if result.loss == 0:
+        change = f"kept its {row.metric}"
     return (
-        f"{label} {change} {row.metric} on {row.task} ({before} to {after}; of {figures.count(result.questions)} "
+        f"{label} {change} on {row.task} ({before} to {after}; of {figures.count(result.questions)} "
         f"questions {figures.count(result.lost)} lost, {figures.count(result.gained)} gained)"
     )
 

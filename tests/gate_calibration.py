@@ -172,8 +172,8 @@ Written by `python tests/gate_calibration.py`: {gates} simulated gates a cell, s
 ## A true loss at the margin: how often the gate passes, in percent
 
 The margin is the true loss itself, so each pass is a false release. At most 5 % are promised; the highest cell has
-{highest} %, and a cell of 5 % has a simulation error of 0.15. 0.0 stands where no candidate can pass, since the questions
-are too few for the margin.
+{highest} %, and a cell of 5 % has a simulation error of 0.15. 0.0 stands where no candidate can pass, since the
+questions are too few for the margin.
 
 {first}
 

@@ -59,7 +59,7 @@ def test_the_measured_rate_is_that_of_the_records(tmp_path: Path, cache: Path) -
 
 def test_the_command_plans_for_tasks_and_for_records(
     tmp_path: Path,
-    cache: Path,
+    cache: Path,  # noqa: ARG001
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["power", "--policy", "release", "--tasks", "mmlu,mine=500", "--json"]) == 0
