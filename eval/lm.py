@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from halfbyte.eval.asked import Book, Question
-from halfbyte.eval.backend import Backend, Generated, Prompt, Sampling, sample_seed, sampling_of
+from halfbyte.eval.backend import Backend, Generated, Prompt, Sampling, Telling, sample_seed, sampling_of
 from halfbyte.eval.progress import Progress, work_of
 from halfbyte.eval.prompts import encode, encode_documents, encode_pairs
 from halfbyte.eval.sharing import Request
@@ -241,6 +241,8 @@ class JournaledLM(LM):
             for index, batch in enumerate(batches):
                 if index == len(journal.entries):
                     start = time.perf_counter()
+                    if isinstance(self.backend, Telling):
+                        self.backend.told = bar.ended
                     found, size = answer(index)
                     tokens, seconds = self.spent.get(method, (0, 0.0))
                     self.spent[method] = tokens + size, seconds + time.perf_counter() - start
