@@ -164,7 +164,8 @@ def test_truncated_prompts_are_counted(lm: Any) -> None:
     assert [one.cut for one in journaled.book.asked.values()] == [0, tokens - 17]
     journaled = lm("generated", max_length=16)
     journaled.generate_until(single("generate_until", ["the", long], GREEDY))
-    assert [(one.cut, one.tokens) for one in journaled.book.asked.values()][1] == (len(journaled.tokenizer(long).input_ids) - 8, 8)
+    tokens = len(journaled.tokenizer(long).input_ids)
+    assert [(one.cut, one.tokens) for one in journaled.book.asked.values()][1] == (tokens - 8, 8)
 
 
 def test_truncated_prompts_are_an_error_unless_they_are_allowed(lm: Any) -> None:
