@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +19,7 @@ from halfbyte.eval.scorer import BUDGETS, depends_on_length
 from halfbyte.eval.sharing import Batch, Request, plan
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.errors import UserError
-from halfbyte.records.record import RECORD_FILE, EvaluationRecord, Speed, load_record
+from halfbyte.records.record import RECORD_FILE, EvaluationRecord, load_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class TaskPlan:
     """Tokens generated when texts are as long as in an earlier record of the model; None where there is none, and
     where nothing is generated."""
     seconds: float | None
-    """Expected, at the speeds of earlier records of the model on this hardware; None where there is none."""
+    """Expected, at the speeds of earlier records of the model on this hardware, the largest of its kind; None where
+    there is none of some size."""
 
     @property
     def generated(self) -> int:
@@ -123,25 +124,23 @@ def earlier_records(folders: Iterable[Path], digest: str, hardware: dict[str, An
     )
 
 
+ENOUGH = 5000
+"""Tokens: a speed over fewer of them is mostly that of the first batch."""
+
+
 def _seconds(lm: _Counting, expected: int | None, known: Sequence[EvaluationRecord]) -> float | None:
     """Scored tokens at their rate, and generated ones at theirs, which has the prompts of those in it."""
-    speeds = [record.speed for record in known if record.speed is not None]
+    speeds = [(record.health.samples or 0, record.speed) for record in known if record.speed is not None]
+    scored = [(speed.distinct_tokens, speed.scored_per_second) for _, speed in speeds]
+    generated = [(count * (speed.generated_per_sample or 0.0), speed.generated_per_second) for count, speed in speeds]
     total = 0.0
-    if lm.scored_tokens:
-        rate = _last(speeds, lambda speed: speed.scored_per_second)
-        if rate is None:
-            return None
-        total += lm.scored_tokens / rate
-    if lm.texts:
-        rate = _last(speeds, lambda speed: speed.generated_per_second)
-        if rate is None:
-            return None
-        total += (lm.most_generated if expected is None else expected) / rate
+    for tokens, rates in ((lm.scored_tokens, scored), (lm.most_generated if expected is None else expected, generated)):
+        if tokens:
+            size, rate = max(((size, rate) for size, rate in rates if rate), default=(0, None))
+            if rate is None or size < ENOUGH:
+                return None
+            total += tokens / rate
     return total
-
-
-def _last(speeds: Sequence[Speed], pick: Callable[[Speed], float | None]) -> float | None:
-    return next((value for speed in reversed(speeds) if (value := pick(speed))), None)
 
 
 class _Tokenizing:
