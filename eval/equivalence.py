@@ -89,7 +89,7 @@ def _value_and_unit(text: str) -> tuple[str, str | None]:
     plain = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", plain)
     plain = re.sub(r"(?<!\\)\\[,;: ]|~", " ", plain)
     plain = re.sub(r"^\\[(\[]|\\[)\]]$|(?<!\\)\$", " ", plain).strip().rstrip(".").strip()
-    plain = re.sub(r"\\mathrm\{(\w)\}", r"\1", plain).replace("\\varnothing", "\\emptyset")
+    plain = re.sub(r"\\(?:mathrm\{(\w)\}|text\{(i)\})", r"\1\2", plain).replace("\\varnothing", "\\emptyset")
     plain = re.sub(r"^\\text\s*\{[^{}]*(?:\bis|[:=])\s*\}\s*(?=.)", "", plain)  # \text{The answer is } 42
     if re.search(r"\d|\\", plain):
         joint = "or" if re.search(r"[<>]|\\[lg]e", plain) else "or|and"  # both of two inequalities are no list
