@@ -19,7 +19,7 @@ import numpy as np
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
-from halfbyte.eval.quick import quick_index, quick_templates
+from halfbyte.eval.quick import quick_environment, quick_index, quick_templates
 from halfbyte.recipes.data import cache_of, find_dataset, loading
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.manifest import git_commit
@@ -45,6 +45,7 @@ def quiet_lm_eval() -> Iterator[None]:
             # lm-eval asks git about the working directory, and git complains on stderr where that is no checkout.
             patch.object(lm_eval.evaluator, "get_git_commit_hash", git_commit),
             quick_templates(),
+            quick_environment(),
         ):
             yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 
 from halfbyte.eval import quick
-from halfbyte.eval.quick import quick_index, quick_templates
+from halfbyte.eval.quick import quick_environment, quick_index, quick_templates
 
 
 def test_a_template_is_compiled_once_and_renders_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,3 +71,14 @@ def test_tasks_of_ours_are_read_anew_and_come_first(few_tasks: Path, tmp_path: P
         (ours / "one.yaml").write_text(f"task: one\nmetadata: {{version: {version}}}\n", encoding="utf-8")
         assert indexed(include_path=str(ours))["one"].cfg["metadata"] == {"version": int(version)}
     assert few_tasks.is_dir()
+
+
+def test_the_machine_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import collect_env
+
+    looks: list[int] = []
+    monkeypatch.setattr(quick, "_environment", functools.cache(lambda: looks.append(1) or "a machine"))
+    for _ in range(2):
+        with quick_environment():
+            assert collect_env.get_pretty_env_info() == "a machine"
+    assert looks == [1]
