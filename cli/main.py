@@ -48,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
+        if error.details:  # first, so that the last lines on a terminal are the error and what to do
+            print(f"{error.details}\n", file=sys.stderr)
         print(f"halfbyte: error: {error.message}", file=sys.stderr)
         if error.hint:
             print(f"halfbyte: hint: {error.hint}", file=sys.stderr)
-        if error.details:
-            print(f"\n{error.details}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         again = shlex.join(["halfbyte", *arguments])

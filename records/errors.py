@@ -22,7 +22,7 @@ class UserError(Exception):
 
     exit_code = EXIT_BAD_INPUT
     details: str | None = None
-    """Several lines that show what is wrong, printed below the message."""
+    """Several lines that show what is wrong, printed above the message."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         self.message = " ".join(line.strip() for line in message.splitlines())  # libraries' messages have several

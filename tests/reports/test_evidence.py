@@ -141,3 +141,13 @@ def test_the_step_summary_is_appended_where_ci_names_a_file(
     text = path.read_text(encoding="utf-8")
     assert text.startswith("before\n")
     assert "**PASS: NVFP4.**" in text
+
+
+def test_what_differs_is_shown_above_the_error(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+    write_record(tmp_path / "b", [1.0, 0.0], dtype="float32")
+    write_record(tmp_path / "c", [1.0, 0.0], dtype="bfloat16", format="FP8")
+    assert main(["gate", str(tmp_path / "b"), str(tmp_path / "c"), "--policy", "release"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.split() == ["*", "dtype", "'float32'", "'bfloat16'"] for line in lines)
+    assert lines[-2].startswith("halfbyte: error: ")
+    assert lines[-1].startswith("halfbyte: hint: ")
