@@ -24,7 +24,8 @@ def run(args: Namespace) -> int:
     elif len(args.records) != 2:
         raise UserError(f"{len(args.records)} record folders are no pair", "give BASELINE and CANDIDATE")
     else:
-        rows = plan.measured_plan(compare_folders(*args.records, None), policy)
+        baseline, candidate = args.records
+        rows = plan.measured_plan(compare_folders(baseline, candidate, None), policy)
     if args.json:
         print(dumps([asdict(row) for row in rows]), end="")
     else:
