@@ -62,6 +62,9 @@ def _settings(args: Namespace) -> EvaluateSpec:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
+    for name in names:
+        if name.startswith(".") or "/" in name or " " in name:  # it names a folder
+            raise UserError(f"task '{name}' is no name of a task", "names have no slash, no space and no dot in front")
     block = {
         "dtype": args.dtype,
         "weights": args.weights,
