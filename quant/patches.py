@@ -76,3 +76,32 @@ def fused_once() -> Iterator[None]:
         yield
     finally:
         unified_export_hf.requantize_resmooth_fused_llm_layers = real
+
+
+@contextmanager
+def unhurried_max() -> Iterator[None]:
+    """Within the block, ModelOpt's max calibrator does not wait for the device at each tensor to look for NaN.
+
+    Its three assertions cost a round trip to the GPU for each quantizer and pass. NaN and infinities stay in the
+    running maximum, where ptq.calibrate finds them at the end and names the quantizer.
+    """
+    require_known_modelopt()
+    from modelopt.torch.quantization import utils
+    from modelopt.torch.quantization.calib.max import MaxCalibrator
+
+    real = MaxCalibrator.collect
+
+    @torch.no_grad()
+    def collect(self: Any, x: Tensor) -> None:
+        axis = utils.convert_quantization_axis_to_reduce_axis(x, self._axis)
+        amax = utils.reduce_amax(x, axis=axis).detach()
+        known = self._calib_amax
+        if known is not None and known.shape != amax.shape:
+            raise RuntimeError(f"amax of shape {tuple(amax.shape)} after {tuple(known.shape)}")
+        self._calib_amax = amax if known is None or x.is_meta else torch.max(known, amax)
+
+    MaxCalibrator.collect = collect
+    try:
+        yield
+    finally:
+        MaxCalibrator.collect = real

@@ -32,7 +32,7 @@ from halfbyte.recipes.schema import ModelSpec, Recipe
 from halfbyte.recipes.texts import load_texts, require_local
 from halfbyte.records.digests import model_digest, text_identity, value_digest
 from halfbyte.records.errors import UserError
-from halfbyte.records.files import atomic_folder, write_text
+from halfbyte.records.files import atomic_folder, sync_files, write_text
 from halfbyte.records.manifest import Manifest, load_manifest, package_versions
 from halfbyte.records.record import ModelSummary
 from halfbyte.records.run import RunFolder
@@ -252,10 +252,14 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
     with _timed(seconds, "settle"):
         unstable = ptq.settle(model, own)
     with _timed(seconds, "publish"):
-        with atomic_folder(run.checkpoint) as partial, _timed(seconds, "export"):
-            ptq.export(model, tokenizer, partial, own, unstable)
-        checkpoint_digest = model_digest(run.checkpoint)
-    seconds["publish"] = round(seconds["publish"] - seconds["export"], 3)  # to the disk, renamed, read and hashed
+        with atomic_folder(run.checkpoint) as partial:
+            with _timed(seconds, "export"):
+                ptq.export(model, tokenizer, partial, own, unstable)
+            with ThreadPoolExecutor(max_workers=1) as beside:  # hashed from memory while the disk takes it in
+                synced = beside.submit(sync_files, partial)
+                checkpoint_digest = model_digest(partial)
+                synced.result()
+    seconds["publish"] = round(seconds["publish"] - seconds["export"], 3)
     Manifest(
         recipe=job.recipe.name,
         recipe_digest=recipe_digest(job.recipe),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from halfbyte.quant.backend import register
 from halfbyte.quant.configs import methods
 from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, FP8_BLOCK, amax_of_scale
-from halfbyte.quant.patches import fused_once
+from halfbyte.quant.patches import fused_once, unhurried_max
 from halfbyte.quant.rounding import Unstable, kept_buffers, put_back, quantized_weights, round_in_place
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.digests import file_digests
@@ -65,7 +65,7 @@ def calibrate(model: PreTrainedModel, config: dict[str, Any], loop: Callable[[nn
     register()
     hint = "the model overflows on these texts in the type it computes in; leave them out, or look at its weights"
     try:
-        with quiet_upstream(), torch.no_grad():
+        with quiet_upstream(), unhurried_max(), torch.no_grad():
             mtq.quantize(model, config, loop)
     except AssertionError as error:  # ModelOpt's calibrator does not name the quantizer
         found = re.match(r"detected (inf|nan) values in amax", str(error))

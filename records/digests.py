@@ -54,9 +54,9 @@ def value_digest(value: Any) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content, remembered by its path, size, inode and time of change."""
+    """SHA-256 of a file's content, remembered by its inode, size and time of change, and so over a renaming."""
     status = path.stat()
-    key = value_digest([str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino])
+    key = value_digest([status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns])
     entry = cache_folder() / "digests" / key[:2] / key
     try:
         known = entry.read_text(encoding="ascii")

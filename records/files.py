@@ -122,15 +122,22 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         partial.mkdir()
         try:
             yield partial
-            for path in sorted(partial.rglob("*")):
+            for path in partial.rglob("*"):
                 if path.is_file():
                     path.chmod(0o666 & ~_umask())  # safetensors writes 0600, which colleagues could not read
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
+            sync_files(partial)
             replace_folder(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def sync_files(folder: Path) -> None:
+    """Waits until the content of all files in a folder is on the disk."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def replace_folder(whole: Path, final: Path) -> None:
