@@ -251,14 +251,13 @@ def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> Model
             ptq.save_calibration(model, run.calibration, job.key, data=data, seconds=seconds["calibrate"])
     with _timed(seconds, "settle"):
         unstable = ptq.settle(model, own)
-    with _timed(seconds, "publish"):
-        with atomic_folder(run.checkpoint) as partial:
-            with _timed(seconds, "export"):
-                ptq.export(model, tokenizer, partial, own, unstable)
-            with ThreadPoolExecutor(max_workers=1) as beside:  # hashed from memory while the disk takes it in
-                synced = beside.submit(sync_files, partial)
-                checkpoint_digest = model_digest(partial)
-                synced.result()
+    with _timed(seconds, "publish"), atomic_folder(run.checkpoint) as partial:
+        with _timed(seconds, "export"):
+            ptq.export(model, tokenizer, partial, own, unstable)
+        with ThreadPoolExecutor(max_workers=1) as beside:  # hashed from memory while the disk takes it in
+            synced = beside.submit(sync_files, partial)
+            checkpoint_digest = model_digest(partial)
+            synced.result()
     seconds["publish"] = round(seconds["publish"] - seconds["export"], 3)
     Manifest(
         recipe=job.recipe.name,
