@@ -88,9 +88,9 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     return torch.stack([packed & 0x0F, packed >> 4], dim=-1).flatten(-2)
 
 
-def e2m1_unpacked(packed: Tensor) -> Tensor:
-    """The float32 values [..., n] of packed E2M1 codes (uint8 [..., n / 2])."""
-    return look_up(_e2m1_pairs(packed.device), packed).view(torch.float32)
+def e2m1_unpacked(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values [..., n] of packed E2M1 codes (uint8 [..., n / 2]); every floating type holds them exactly."""
+    return look_up(_e2m1_pairs(packed.device, dtype), packed).view(dtype)
 
 
 def e4m3_round(x: Tensor) -> Tensor:
@@ -98,11 +98,14 @@ def e4m3_round(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def e4m3_decode(codes: Tensor) -> Tensor:
-    """The float32 values of float8_e4m3fn codes; on a CPU by a table, which is faster than torch's conversion."""
+def e4m3_decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of float8_e4m3fn codes, which every wider floating type holds exactly.
+
+    On a CPU by a table, which is faster than torch's conversion.
+    """
     if codes.device.type != "cpu":
-        return codes.float()
-    return look_up(e4m3_table(codes.device), codes.view(torch.uint8))
+        return codes.to(dtype)
+    return look_up(e4m3_table(codes.device, dtype), codes.view(torch.uint8))
 
 
 def e8m0_decode(codes: Tensor) -> Tensor:
@@ -129,9 +132,9 @@ def look_up(table: Tensor, codes: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def e4m3_table(device: torch.device) -> Tensor:
-    """The float32 values of all 256 E4M3 codes."""
-    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
+def e4m3_table(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of all 256 E4M3 codes."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(dtype)
 
 
 @lru_cache(maxsize=8)
@@ -141,7 +144,7 @@ def _e2m1_table(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _e2m1_pairs(device: torch.device) -> Tensor:
-    """Both float32 values of every byte, as one int64: one look-up then gives two values."""
+def _e2m1_pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Both values of every byte as one integer of twice the size: one look-up then gives two values."""
     codes = unpack_e2m1(torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(-1))
-    return e2m1_decode(codes).view(torch.int64).squeeze(-1)
+    return e2m1_decode(codes).to(dtype).view(torch.int32 if dtype.itemsize == 2 else torch.int64).squeeze(-1)

@@ -94,6 +94,17 @@ def _blocks(x: Tensor, size: int) -> Tensor:
 # share one E4M3 scale, and a tensor has one float32 scale.
 
 
+def _decoded(dtype: torch.dtype) -> torch.dtype:
+    """The type to decode codes to: `dtype` where it has 16 bits, which are half the bytes to move on a GPU."""
+    return dtype if dtype.itemsize == 2 else torch.float32
+
+
+def _scaled(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """values (changed in place) x scale in `dtype`, multiplied in float32 and rounded once."""
+    # torch multiplies in the wider of two types, and rounds to that of `values` at the end; a scalar is no such type.
+    return values.mul_(scale.reshape(1) if scale.dim() == 0 else scale).to(dtype)
+
+
 class NVFP4(NamedTuple):
     """A tensor in NVFP4, as it lies in a checkpoint."""
 
@@ -129,7 +140,7 @@ def nvfp4_quantize(x: Tensor, scale_2: Tensor) -> NVFP4:
 def nvfp4_dequantize(q: NVFP4, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of an NVFP4 tensor: computed in float32, rounded once to `dtype`."""
     scale = (q.scale.float() * q.scale_2).unsqueeze(-1)
-    return _blocks(e2m1_unpacked(q.codes), NVFP4_BLOCK).mul_(scale).flatten(-2).to(dtype)
+    return _scaled(_blocks(e2m1_unpacked(q.codes, _decoded(dtype)), NVFP4_BLOCK), scale, dtype).flatten(-2)
 
 
 # MXFP4 and MXFP8: OCP MX specification v1.0, section 5.2: blocks of 32 E2M1 or E4M3 values share one E8M0 scale.
@@ -174,8 +185,8 @@ def mxfp4_quantize(x: Tensor) -> MXFP4:
 
 def mxfp4_dequantize(q: MXFP4, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of an MXFP4 tensor: computed in float32, rounded once to `dtype`."""
-    values = _blocks(e2m1_unpacked(q.codes), MX_BLOCK)
-    return values.mul_(e8m0_decode(q.scale).unsqueeze(-1)).flatten(-2).to(dtype)
+    values = _blocks(e2m1_unpacked(q.codes, _decoded(dtype)), MX_BLOCK)
+    return _scaled(values, e8m0_decode(q.scale).unsqueeze(-1), dtype).flatten(-2)
 
 
 def mxfp8_quantize(x: Tensor) -> MXFP8:
@@ -191,7 +202,8 @@ def mxfp8_quantize(x: Tensor) -> MXFP8:
 
 def mxfp8_dequantize(q: MXFP8, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of an MXFP8 tensor: computed in float32, rounded once to `dtype`."""
-    return _blocks(e4m3_decode(q.codes), MX_BLOCK).mul_(e8m0_decode(q.scale).unsqueeze(-1)).flatten(-2).to(dtype)
+    values = _blocks(e4m3_decode(q.codes, _decoded(dtype)), MX_BLOCK)
+    return _scaled(values, e8m0_decode(q.scale).unsqueeze(-1), dtype).flatten(-2)
 
 
 # FP8: E4M3 with float32 scales: one a tensor, one a row (channel or token), or one for each square of 128 x 128
@@ -224,7 +236,7 @@ def fp8_quantize(x: Tensor, scale: Tensor) -> FP8:
 
 def fp8_dequantize(q: FP8, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of an FP8 tensor with one scale, or one a row: computed in float32, rounded once to `dtype`."""
-    return e4m3_decode(q.codes).mul_(_per_row(q.scale)).to(dtype)
+    return _scaled(e4m3_decode(q.codes, _decoded(dtype)), _per_row(q.scale), dtype)
 
 
 def _squares(x: Tensor, block: int) -> Tensor:
@@ -263,8 +275,8 @@ def fp8_block_dequantize(
         dtype: Of the result.
         block: The side of a square.
     """
-    squares = _squares(e4m3_decode(codes), block).mul_(scale.float()[..., :, None, :, None])
-    return _of_squares(squares, codes.shape).to(dtype).contiguous()
+    squares = _scaled(_squares(e4m3_decode(codes, _decoded(dtype)), block), scale.float()[..., :, None, :, None], dtype)
+    return _of_squares(squares, codes.shape).contiguous()
 
 
 def amax_of_scale(scale: Tensor, largest: float) -> Tensor:

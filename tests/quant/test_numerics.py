@@ -265,3 +265,27 @@ def test_a_bfloat16_amax_is_found_again_exactly(bits: int) -> None:
         scale = amax / largest
         if scale >= torch.finfo(torch.float32).tiny:
             assert torch.equal(n.amax_of_scale(scale, largest), amax)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 300.0])
+def test_values_of_16_bits_are_the_float32_ones_rounded_once(size: float, dtype: torch.dtype) -> None:
+    w = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)) * size
+    squares = n.fp8_block_quantize(w)
+    for narrow, wide in [
+        *(
+            (n.fp8_dequantize(n.fp8_quantize(w, scale), dtype), n.fp8_dequantize(n.fp8_quantize(w, scale)))
+            for scale in (n.fp8_scale(w.abs().amax()), n.fp8_scale(w.abs().amax(1)))
+        ),
+        (n.fp8_block_dequantize(*squares, dtype), n.fp8_block_dequantize(*squares)),
+        *(
+            (dequantize(quantized, dtype), dequantize(quantized))
+            for dequantize, quantized in (
+                (n.nvfp4_dequantize, n.nvfp4_quantize(w, n.nvfp4_scale_2(w.abs().amax()))),
+                (n.mxfp4_dequantize, n.mxfp4_quantize(w)),
+                (n.mxfp8_dequantize, n.mxfp8_quantize(w)),
+            )
+        ),
+    ]:
+        assert narrow.dtype == dtype
+        assert torch.equal(narrow, wide.to(dtype))
