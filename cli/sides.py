@@ -158,7 +158,7 @@ class Side:
             described = self._describer()
             device, dtype = self._where(settings)
             return evaluate_backend(
-                lambda: self._engine(settings, described),
+                lambda: self._opened_backend(settings, described),
                 spec,
                 settings,
                 described.summary,
@@ -182,11 +182,11 @@ class Side:
             repeat=repeat,
         )
 
-    def _engine(self, settings: EvaluateSpec, described: Described) -> Backend:
-        from halfbyte.eval.engine import open_engine  # torch and lm-eval take seconds
+    def _opened_backend(self, settings: EvaluateSpec, described: Described) -> Backend:
+        from halfbyte.eval.opening import open_backend  # torch and lm-eval take seconds
 
         if self._backend is None:
-            self._backend = open_engine(settings, described, candidate=self._candidate)
+            self._backend = open_backend(settings, described, candidate=self._candidate)
         return self._backend
 
 

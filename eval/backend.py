@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 from halfbyte.eval.sharing import Request
 
 Stop = Literal["stop_string", "end_token", "stopped", "length"]
 """stopped: by a stop string or the end token, and the server does not say by which."""
+MAX_GEN_TOKS = 256
+"""Most tokens generated where neither the task nor its settings say: lm-eval's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Sampling:
 
     until: tuple[str, ...] = ()
     """Stop sequences in the task's order; the end token is none of them, and always ends a text."""
-    max_gen_toks: int = 256
+    max_gen_toks: int = MAX_GEN_TOKS
     """Most tokens, the end token included."""
     temperature: float = 0.0
     """0: greedy, and nothing is drawn."""
@@ -64,14 +66,6 @@ class Members(Protocol):
         """The requests answered, in the order in which they are."""
 
 
-@runtime_checkable
-class Telling(Protocol):
-    """A backend that tells of each sample when it has ended, and not only at the end of a batch."""
-
-    told: Callable[[], None] | None
-    """What it calls."""
-
-
 class Backend(Protocol):
     """A model that scores and generates. Tokens and texts in, answers out; it keeps no journal and counts nothing.
 
@@ -83,10 +77,22 @@ class Backend(Protocol):
     """hf, vllm or server: what the record says."""
     max_length: int
     """Longest input in tokens, what is generated included."""
-    max_gen_toks: int
-    """Most tokens generated where a task does not say."""
     tokenizer: Any | None
     """A tokenizer of transformers. With none, texts are sent as they are, nothing is scored, and BOS is unknown."""
+    told: Callable[[], None] | None
+    """Set by who asks, and called for each sample that ends before its batch does; what cannot tell never calls it."""
+
+    @property
+    def engine(self) -> str | None:
+        """What computes, for the fingerprint: "vllm 0.33.0"; None where it is transformers in this process."""
+
+    @property
+    def dtype(self) -> str:
+        """Type it computes in: bfloat16, float16, float32; "server" where a server does not say."""
+
+    @property
+    def bos(self) -> Sequence[int]:
+        """The numbers of BOS tokens at the head of prompts that are not encoded here, sorted; empty where unknown."""
 
     def score_batches(self, requests: list[Request]) -> Sequence[Members]:
         """Fixed batches of requests, each one call of `score`."""
@@ -110,16 +116,11 @@ class Backend(Protocol):
         """What lm-eval writes about a model: model_num_parameters, model_dtype, model_sha; empty where unknown."""
 
 
-def sampling_of(gen_kwargs: dict[str, Any], max_gen_toks: int) -> Sampling:
-    """A task's generation settings, normalized by lm-eval.
-
-    Args:
-        gen_kwargs: As the task and its user give them.
-        max_gen_toks: Where they do not say.
-    """
+def sampling_of(gen_kwargs: dict[str, Any]) -> Sampling:
+    """A task's generation settings, as it and its user give them, normalized by lm-eval."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
-    found: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, max_gen_toks))
+    found: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, MAX_GEN_TOKS))
     draws = bool(found.pop("do_sample", False))
     temperature = float(found.pop("temperature", None) or 0.0)
     if draws and temperature == 0.0 and "temperature" not in gen_kwargs:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from halfbyte.eval.endpoint import Endpoint, Refused
-from halfbyte.eval.engines import Engine
+from halfbyte.eval.served import Served
 from halfbyte.records.errors import UserError
 
 NO_TOKENS = (400, 422, 500)
@@ -23,28 +23,27 @@ class Completions:
 
     Args:
         endpoint: Where it is.
-        engine: What it says of itself.
+        served: What it says of itself.
         tokenizer: The model's own.
     """
 
-    def __init__(self, endpoint: Endpoint, engine: Engine, tokenizer: Any) -> None:
+    def __init__(self, endpoint: Endpoint, served: Served, tokenizer: Any) -> None:
         self.endpoint = endpoint
-        self.engine = engine
+        self.served = served
         self.tokenizer = tokenizer
 
-    def ask(self, ids: Sequence[int], settings: dict[str, Any], *, once: bool = False) -> dict[str, Any]:
+    def ask(self, ids: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:
         """The server's answer to a prompt.
 
         Args:
             ids: The prompt.
             settings: All but the prompt and the model.
-            once: See Endpoint.post.
 
         Raises:
             UserError: when there is none, or the server read another number of tokens.
         """
-        reply = self._post(self._written(ids) if self._as_text else list(ids), settings, once=once)
-        require_length(reply, len(ids), self.engine)
+        reply = self._post(self._written(ids) if self._as_text else list(ids), settings)
+        require_length(reply, len(ids), self.served)
         return reply
 
     def _written(self, ids: Sequence[int]) -> str:
@@ -53,7 +52,7 @@ class Completions:
         text = str(self.tokenizer.decode(rest))
         if self.tokenizer(text, add_special_tokens=False)["input_ids"] != rest:
             raise UserError(
-                f"{self.engine} takes prompts as text alone, and {text[-60:]!r} has other tokens as text",
+                f"{self.served} takes prompts as text alone, and {text[-60:]!r} has other tokens as text",
                 "use a server that takes tokens: vLLM, SGLang, llama.cpp",
             )
         return text
@@ -66,8 +65,8 @@ class Completions:
         """Finds out how prompts are sent, before several threads would."""
         _ = self._as_text and self._added
 
-    def _post(self, prompt: list[int] | str, settings: dict[str, Any], *, once: bool) -> dict[str, Any]:
-        return self.endpoint.post("completions", {"model": self.engine.model, "prompt": prompt, **settings}, once=once)
+    def _post(self, prompt: list[int] | str, settings: dict[str, Any], *, once: bool = False) -> dict[str, Any]:
+        return self.endpoint.post("completions", {"model": self.served.model, "prompt": prompt, **settings}, once=once)
 
     @cached_property
     def _as_text(self) -> bool:
@@ -84,12 +83,12 @@ class Completions:
         """Tokens that the server puts before a text by itself: 1 where it adds BOS as the tokenizer here does."""
         text = "a b"
         bare = len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        reply = self._post(text, {"max_tokens": 1, "temperature": 0.0}, once=False)
-        counted = usage(reply, "prompt_tokens", self.engine)
+        reply = self._post(text, {"max_tokens": 1, "temperature": 0.0})
+        counted = usage(reply, "prompt_tokens", self.served)
         return counted - bare if counted == len(self.encode(text)) else 0
 
 
-def choice(reply: dict[str, Any], engine: Engine) -> dict[str, Any]:
+def choice(reply: dict[str, Any], served: Served) -> dict[str, Any]:
     """The one choice of an answer.
 
     Raises:
@@ -98,13 +97,13 @@ def choice(reply: dict[str, Any], engine: Engine) -> dict[str, Any]:
     choices = reply.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise UserError(
-            f"the answer of {engine} holds no choice: {json.dumps(reply)[:200]}",
+            f"the answer of {served} holds no choice: {json.dumps(reply)[:200]}",
             "is evaluate.server.base_url that of an OpenAI-compatible server?",
         )
     return choices[0]
 
 
-def usage(reply: dict[str, Any], name: str, engine: Engine) -> int:
+def usage(reply: dict[str, Any], name: str, served: Served) -> int:
     """A count of tokens that an answer reports.
 
     Raises:
@@ -114,19 +113,19 @@ def usage(reply: dict[str, Any], name: str, engine: Engine) -> int:
     count = counts.get(name) if isinstance(counts, dict) else None
     if not isinstance(count, int):
         raise UserError(
-            f"{engine} does not report usage.{name}, without which nobody sees whether it cuts prompts",
+            f"{served} does not report usage.{name}, without which nobody sees whether it cuts prompts",
             "use a server that reports usage",
         )
     return count
 
 
-def require_length(reply: dict[str, Any], length: int, engine: Engine) -> None:
+def require_length(reply: dict[str, Any], length: int, served: Served) -> None:
     """Refuses an answer to another prompt than the one sent.
 
     Raises:
         UserError: when the server counts another number of tokens in it.
     """
-    counted = usage(reply, "prompt_tokens", engine)
+    counted = usage(reply, "prompt_tokens", served)
     if counted == length:
         return
     if counted < length - 1:
@@ -134,4 +133,4 @@ def require_length(reply: dict[str, Any], length: int, engine: Engine) -> None:
     else:
         why = "it adds or drops special tokens, or has another tokenizer or chat template"
         hint = "check that it serves the model that is evaluated"
-    raise UserError(f"{engine} counts {counted} tokens in a prompt of {length}: {why}", hint)
+    raise UserError(f"{served} counts {counted} tokens in a prompt of {length}: {why}", hint)

@@ -148,7 +148,7 @@ class Endpoint:
         session = self._patient if retries else self._quick
         try:
             response = session.request(method, url, json=payload, timeout=(CONNECT_SECONDS, self.spec.timeout))
-        except requests.Timeout as error:
+        except requests.ReadTimeout as error:
             raise UserError(
                 f"{url} gave no answer within {self.spec.timeout:g} seconds",
                 f"raise evaluate.server.timeout or lower evaluate.server.concurrency; {GO_ON}",

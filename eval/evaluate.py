@@ -117,7 +117,7 @@ def evaluate_task(
                 return HFBackend(model, tokenizer, batch_size=size, batch_tokens=tokens, max_length=settings.max_length)
 
         usual = open_with(settings.batch_size, settings.batch_tokens)
-        return open_with(_other(usual.engine.most), _other(usual.scorer.budget)) if repeat else usual
+        return open_with(_other(usual.generator.most), _other(usual.scorer.budget)) if repeat else usual
 
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer names no token that ends a text", "name its eos_token in tokenizer_config.json")
@@ -166,7 +166,7 @@ def evaluate_backend(
         output: The record's folder.
         data_root: See recipes.data.data_root.
         device: Kind of device: cpu, cuda.
-        dtype: Type it computes in.
+        dtype: Type to compute in, as far as it is chosen here.
         replace: Evaluate again where `output` holds a record of other settings or another model, and replace it.
         repeat: 1 for the second evaluation of a baseline: the same questions and prompts in other batches, with other
             seeds for samples that are drawn.
@@ -183,7 +183,7 @@ def evaluate_backend(
     with _resumable_folder(output) as partial:
         from halfbyte.eval.recording import record_of  # lm-eval takes seconds
 
-        record = record_of(backend(), spec, settings, summary, partial, root, key=key, dtype=dtype, repeat=repeat)
+        record = record_of(backend(), spec, settings, summary, partial, root, key=key, repeat=repeat)
         record.save(partial)
     return record
 

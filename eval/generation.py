@@ -91,7 +91,7 @@ class _Unit:
     """With the row of its beginning."""
 
 
-class Engine:
+class Generator:
     """Continuous batching over a causal LM of transformers.
 
     Args:
@@ -218,14 +218,14 @@ def seat(decoder: Decoder, unit: _Unit, slots: Sequence[int], count: int) -> lis
 
 
 class _Run:
-    """One call of Engine.generate."""
+    """One call of Generator.generate."""
 
-    def __init__(self, engine: Engine, samples: Sequence[Sample], choose: Choose, ended: Ended) -> None:
-        self.engine = engine
+    def __init__(self, generator: Generator, samples: Sequence[Sample], choose: Choose, ended: Ended) -> None:
+        self.generator = generator
         self.samples = samples
         self.choose = choose
         self.ended = ended
-        self.decoder = engine.decoder
+        self.decoder = generator.decoder
         self.rows: list[Sample | None] = []
         """The sample in each slot; None: a slot that was left."""
         self.unit: _Unit | None = None
@@ -253,7 +253,7 @@ class _Run:
             except torch.OutOfMemoryError as error:
                 lacking = error.with_traceback(None)  # a traceback holds the tensors that are to be freed
             self._halve(lacking)
-        self.unit = self.engine._prefix = None
+        self.unit = self.generator._prefix = None
         self.decoder.clear()
 
     def _plan(self, samples: Sequence[Sample]) -> None:
@@ -261,7 +261,7 @@ class _Run:
         several = [sample for sample in samples if sample.length > 1]
         wholes = [(*sample.prompt, *sample.tokens) for sample in several]
         requests = [Request(whole[:-1], whole[-1:]) for whole in wholes]
-        self.waiting.extend((batch, several) for batch in plan(requests, self.engine.budget) if batch.rows)
+        self.waiting.extend((batch, several) for batch in plan(requests, self.generator.budget) if batch.rows)
         single = [sample for sample in samples if sample.length == 1]
         if single:
             self.waiting.append((Batch(0, []), single))
@@ -278,7 +278,7 @@ class _Run:
             return None
         batch, samples = self.waiting[0]
         if batch.rows:
-            self.unit = self.engine.prefill(batch, samples)
+            self.unit = self.generator.prefill(batch, samples)
         else:
             self.unit = _Unit(0, {}, {}, deque((0, sample) for sample in samples))
         self.waiting.popleft()
@@ -286,7 +286,7 @@ class _Run:
 
     def _fill(self) -> None:
         """Gives free slots to waiting samples."""
-        while len(self.active) < self.engine.most:
+        while len(self.active) < self.generator.most:
             unit = self._next_unit()
             if unit is None:
                 return
@@ -294,7 +294,7 @@ class _Run:
             count = capacity = 0
             for _, sample in unit.queue:
                 needed = self._capacity(max(longest, sample.length))
-                if used + count == self.engine.most or (used + count and used + count >= self._allowed(needed)):
+                if used + count == self.generator.most or (used + count and used + count >= self._allowed(needed)):
                     break
                 longest, capacity, count = max(longest, sample.length), needed, count + 1
             if not count:
@@ -313,8 +313,8 @@ class _Run:
         return rounded(length + self.decoder.step // 4, self.decoder.step)
 
     def _allowed(self, capacity: int) -> int:
-        room = self.engine.room
-        return self.engine.most if room is None else max(1, min(self.engine.most, room // capacity))
+        room = self.generator.room
+        return self.generator.most if room is None else max(1, min(self.generator.most, room // capacity))
 
     def _require(self, count: int, capacity: int) -> None:
         """At least so many slots with so much room."""
@@ -332,10 +332,10 @@ class _Run:
         capacity = self._capacity(longest)
         surplus = len(self.active) - self._allowed(capacity)
         if surplus > 0:
-            order = sorted(range(len(self.rows)), key=lambda at: self.active[at].length)
-            for at in order[:surplus]:
-                self.returned.append(self.active[at])
-            self.rows = [None if at in set(order[:surplus]) else sample for at, sample in enumerate(self.rows)]
+            active = self.active
+            for at in sorted(range(len(active)), key=lambda at: active[at].length)[:surplus]:
+                self.returned.append(active[at])
+                self.rows[at] = None
             logger.info("%d of the sequences wait until longer ones are done", surplus)
             self._compact()
         count = max(len(self.rows), min(self.decoder.slots.count, self._allowed(capacity)))
@@ -370,18 +370,18 @@ class _Run:
             OutOfMemoryError: where there is nothing to halve.
         """
         count, seating = len(self.active), self.unit is not None
-        if self.engine.most == 1 and (count or seating):
+        if self.generator.most == 1 and (count or seating):
             raise error
         if count or seating:
-            self.engine.most = max(1, (count or self.engine.most) // 2)
+            self.generator.most = max(1, (count or self.generator.most) // 2)
         elif self.waiting and len(self.waiting[0][0].rows) > 1:
-            self.engine.budget = max(1, self.engine.budget // 2)
+            self.generator.budget = max(1, self.generator.budget // 2)
         else:
             raise error
-        logger.info("out of memory with %d sequences; from now on at most %d at once", count, self.engine.most)
+        logger.info("out of memory with %d sequences; from now on at most %d at once", count, self.generator.most)
         self.rows, self.unit, self.returned = [], None, []
         self.waiting.clear()
-        self.engine._prefix = None
+        self.generator._prefix = None
         self.decoder.clear()
         torch.cuda.empty_cache()
         self._plan([sample for sample in self.samples if sample.stop is None])

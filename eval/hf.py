@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from halfbyte.eval.backend import Generated, Prompt, Sampling, Stop
-from halfbyte.eval.generation import Engine, Sample
+from halfbyte.eval.generation import Generator, Sample
 from halfbyte.eval.plain import generate_plainly
 from halfbyte.eval.sampling import Dice, draw
 from halfbyte.eval.scorer import PrefixScorer
@@ -38,7 +38,49 @@ _PROCESSED = (
 )  # fmt: skip
 
 
-class HFBackend:
+class HFDescription:
+    """What the hf backend says of a model, for which no weights are needed; see backend.Backend.
+
+    Args:
+        model: A causal LM of transformers.
+        tokenizer: Its tokenizer.
+        max_length: Longest input in tokens; None for the model's own.
+    """
+
+    name = "hf"
+    engine = None
+    bos = ()
+
+    def __init__(self, model: Any, tokenizer: Any, *, max_length: int | None = None) -> None:
+        # lm-eval's backend knows how long a model's inputs may be and which chat template is meant.
+        self._lm_eval = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", max_length=max_length)
+        self.model = model
+        self.tokenizer: Any = self._lm_eval.tokenizer
+        self.max_length = int(self._lm_eval.max_length)
+        self.told: Callable[[], None] | None = None
+
+    @property
+    def dtype(self) -> str:
+        """See backend.Backend."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """See backend.Backend."""
+        found: str | None = self._lm_eval.chat_template(chat_template)
+        return found
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """See backend.Backend."""
+        return str(self._lm_eval.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt))
+
+    def model_info(self) -> dict[str, Any]:
+        """See backend.Backend; lm-eval's own version asks the hub, which a folder on disk has no entry in."""
+        return {
+            "model_num_parameters": self.model.num_parameters(), "model_dtype": str(self.model.dtype), "model_sha": "",
+        }  # fmt: skip
+
+
+class HFBackend(HFDescription):
     """See backend.Backend.
 
     Args:
@@ -49,9 +91,6 @@ class HFBackend:
         max_length: Longest input in tokens; None for the model's own.
     """
 
-    name = "hf"
-    max_gen_toks = 256
-
     def __init__(
         self,
         model: Any,
@@ -61,14 +100,11 @@ class HFBackend:
         batch_tokens: int | None = None,
         max_length: int | None = None,
     ) -> None:
-        # lm-eval's backend knows how long a model's inputs may be and which chat template is meant.
-        self._lm_eval = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", max_length=max_length)
-        self.model = model
-        self.tokenizer: Any = self._lm_eval.tokenizer
-        self.max_length = int(self._lm_eval.max_length)
+        super().__init__(model, tokenizer, max_length=max_length)
         self.scorer = PrefixScorer(model, budget=batch_tokens)
-        self.engine = Engine(model, slots=batch_size, budget=batch_tokens)
-        self.told: Callable[[], None] | None = None
+        self.generator = Generator(model, slots=batch_size, budget=batch_tokens)
+        self._slots = self.generator.most
+        """Not the generator's own, which a lack of memory makes smaller: batches depend on the requests alone."""
         self._plain_size = batch_size or PLAIN
 
     def score_batches(self, requests: list[Request]) -> Sequence[Batch]:
@@ -81,7 +117,7 @@ class HFBackend:
 
     def generation_batches(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """See backend.Backend; the longest prompts first, so that a lack of memory shows at once."""
-        return plan_batches(prompts, self.engine.most)
+        return plan_batches(prompts, self._slots)
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generated]:
         """See backend.Backend.
@@ -106,7 +142,7 @@ class HFBackend:
             return stop
 
         if reason is None:
-            self.engine.generate(samples, choose, ended)
+            self.generator.generate(samples, choose, ended)
         else:
             unknown = sorted(set(options) & set(_DRAWING))
             if unknown and samples[0].dice is not None:
@@ -140,28 +176,13 @@ class HFBackend:
         own = [name for name in _PROCESSED if getattr(config, name, None)]
         if own:
             return f"the model's generation_config sets {own[0]}"
-        return self.engine.refusal
+        return self.generator.refusal
 
     @cached_property
     def _end_tokens(self) -> frozenset[int]:
         named = self.model.generation_config.eos_token_id
         ends = named if isinstance(named, (list, tuple)) else [named]
         return frozenset(int(end) for end in (*ends, self.tokenizer.eos_token_id) if end is not None)
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """See backend.Backend."""
-        found: str | None = self._lm_eval.chat_template(chat_template)
-        return found
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """See backend.Backend."""
-        return str(self._lm_eval.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt))
-
-    def model_info(self) -> dict[str, Any]:
-        """See backend.Backend; lm-eval's own version asks the hub, which a folder on disk has no entry in."""
-        return {
-            "model_num_parameters": self.model.num_parameters(), "model_dtype": str(self.model.dtype), "model_sha": "",
-        }  # fmt: skip
 
 
 class _Choose:

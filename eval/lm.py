@@ -14,8 +14,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from halfbyte.eval.asked import Book, Question
-from halfbyte.eval.backend import Backend, Generated, Prompt, Sampling, Telling, sample_seed, sampling_of
-from halfbyte.eval.progress import Progress, work_of
+from halfbyte.eval.backend import Backend, Generated, Prompt, Sampling, sample_seed, sampling_of
+from halfbyte.eval.bar import Bar, work_of
 from halfbyte.eval.prompts import encode, encode_documents, encode_pairs
 from halfbyte.eval.sharing import Request
 from halfbyte.records.errors import UserError
@@ -130,7 +130,7 @@ class JournaledLM(LM):
         for request in requests:
             text = json.dumps(request.args[1], sort_keys=True, default=str)
             if text not in known:
-                known[text] = sampling_of(request.args[1], self.backend.max_gen_toks)
+                known[text] = sampling_of(request.args[1])
                 self._require_room(known[text].max_gen_toks)
             samplings.append(known[text])
         texts = [request.args[0] for request in requests]
@@ -231,18 +231,18 @@ class JournaledLM(LM):
             work: And the tokens of each batch, where they are known before.
         """
         answers: list[Any] = [None] * sum(map(len, batches))
-        key = _requests_digest(self.key, method, requests, batches)
+        # A server's address is no part of the key: answers of two engines must not meet in one journal.
+        key = _requests_digest([self.key, self.backend.engine, method, batches], requests)
         with (
             Journal(self.folder / f"journal-{method}.jsonl", key) as journal,
-            Progress(self.label, owners, batches, work) as bar,
+            Bar(self.label, owners, batches, work) as bar,
         ):
             for index in range(len(journal.entries)):
                 bar.known(index)
             for index, batch in enumerate(batches):
                 if index == len(journal.entries):
                     start = time.perf_counter()
-                    if isinstance(self.backend, Telling):
-                        self.backend.told = bar.ended
+                    self.backend.told = bar.ended
                     found, size = answer(index)
                     tokens, seconds = self.spent.get(method, (0, 0.0))
                     self.spent[method] = tokens + size, seconds + time.perf_counter() - start
@@ -309,8 +309,8 @@ def _cut(request: Request, max_length: int) -> Request:
     return request if len(request.context) <= room else Request(request.context[-room:], request.continuation)
 
 
-def _requests_digest(key: str, method: str, requests: list[Instance], batches: list[list[int]]) -> str:
-    digest = hashlib.sha256(json.dumps([key, method, batches]).encode("ascii"))
+def _requests_digest(decides: list[Any], requests: list[Instance]) -> str:
+    digest = hashlib.sha256(json.dumps(decides).encode("ascii"))
     for request in requests:
         digest.update(json.dumps(request.args, sort_keys=True, default=str).encode("ascii"))
     return digest.hexdigest()

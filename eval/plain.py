@@ -18,16 +18,15 @@ logger = logging.getLogger(__name__)
 class _Ended(StoppingCriteria):
     """Each row by itself; keeps what each had generated when it ended."""
 
-    def __init__(self, samples: Sequence[Sample], width: int, ended: Ended) -> None:
+    def __init__(self, samples: Sequence[Sample], ended: Ended) -> None:
         self.samples = samples
-        self.width = width
         self.ended = ended
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # noqa: ARG002
         """Whether each row has ended, bool [rows]."""
-        for sample, row in zip(self.samples, input_ids[:, self.width :].tolist(), strict=True):
+        for sample, token in zip(self.samples, input_ids[:, -1].tolist(), strict=True):
             if sample.stop is None:
-                sample.take(row[-1])
+                sample.take(token)
                 sample.stop = self.ended(sample.tokens)
         return torch.tensor([sample.stop is not None for sample in self.samples], device=input_ids.device)
 
@@ -106,7 +105,7 @@ def _generate(
         do_sample=False,
         pad_token_id=0,
         use_cache=True,
-        stopping_criteria=StoppingCriteriaList([_Ended(samples, width, ended)]),
+        stopping_criteria=StoppingCriteriaList([_Ended(samples, ended)]),
         logits_processor=processors,
         **{**options, "repetition_penalty": 1.0},
     )

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 
 from halfbyte.eval.backend import Generated, Prompt
+from halfbyte.eval.hf import HFDescription
 from halfbyte.eval.lm import JournaledLM
-from halfbyte.eval.questions import MAX_GEN_TOKS, Questions
+from halfbyte.eval.questions import Questions
 from halfbyte.eval.resolve import quiet_lm_eval
 from halfbyte.eval.scorer import BUDGETS, depends_on_length
 from halfbyte.eval.sharing import Batch, Request, plan
@@ -143,19 +143,12 @@ def _seconds(lm: _Counting, expected: int | None, known: Sequence[EvaluationReco
     return total
 
 
-class _Tokenizing:
+class _Tokenizing(HFDescription):
     """A backend that plans as the hf backend does, and answers nothing."""
-
-    name = "hf"
-    max_gen_toks = MAX_GEN_TOKS
 
     def __init__(self, model: Any, tokenizer: Any, settings: EvaluateSpec, device: str) -> None:
         with quiet_lm_eval():
-            self._lm_eval = HFLM(
-                pretrained=model, tokenizer=tokenizer, backend="causal", max_length=settings.max_length
-            )
-        self.tokenizer = self._lm_eval.tokenizer
-        self.max_length = int(self._lm_eval.max_length)
+            super().__init__(model, tokenizer, max_length=settings.max_length)
         self._budget = settings.batch_tokens or BUDGETS[device]
         self._share = depends_on_length(model.config) is None
 
@@ -170,16 +163,6 @@ class _Tokenizing:
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generated]:
         raise NotImplementedError
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        found: str | None = self._lm_eval.chat_template(chat_template)
-        return found
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(self._lm_eval.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt))
-
-    def model_info(self) -> dict[str, Any]:
-        return {}
 
 
 class _Counting(JournaledLM):

@@ -15,9 +15,6 @@ from halfbyte.eval.resolve import find_manager, load_task, quiet_lm_eval
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.errors import UserError, unknown_name
 
-MAX_GEN_TOKS = 256
-"""Most tokens generated where neither the task nor its settings say: lm-eval's number, which every backend has."""
-
 
 class Questions:
     """A task or group of lm-eval, loaded, with the settings of a recipe.
@@ -132,7 +129,7 @@ class Questions:
             raise UserError(f"task '{self.spec.task}' draws nothing; samples would have no effect", "leave samples out")
         for name, task in self.tasks.items():
             settings = {**(task.config.generation_kwargs or {}), **(self._gen_kwargs or {})}
-            if wanted > 1 and sampling_of(settings, MAX_GEN_TOKS).temperature == 0:
+            if wanted > 1 and sampling_of(settings).temperature == 0:
                 raise UserError(
                     f"{wanted} samples of task '{name}' would be one text {wanted} times: it generates greedily",
                     "set a temperature in gen_kwargs, or leave samples out",

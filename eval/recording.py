@@ -30,7 +30,6 @@ def record_of(
     root: Path | None,
     *,
     key: str,
-    dtype: str,
     repeat: int = 0,
 ) -> EvaluationRecord:
     """The record of one evaluation, whose other files are written into `folder`; it is still to be saved.
@@ -43,7 +42,6 @@ def record_of(
         folder: Where the journals are and the files go.
         root: The data root.
         key: See evaluate.settings_key.
-        dtype: Type the model computes in.
         repeat: See evaluate.evaluate_backend.
 
     Raises:
@@ -79,7 +77,7 @@ def record_of(
         created=now(),
         key=key,
         model=summary,
-        fingerprint=_fingerprint(questions, lm, samples, dtype),
+        fingerprint=_fingerprint(questions, lm, samples),
         primary=primary,
         metrics=metrics,
         health=health_of(questions, lm, samples, primary[1]),
@@ -95,32 +93,22 @@ def record_of(
     )
 
 
-def _fingerprint(
-    questions: Questions, lm: JournaledLM, samples: dict[str, list[dict[str, Any]]], dtype: str
-) -> Fingerprint:
+def _fingerprint(questions: Questions, lm: JournaledLM, samples: dict[str, list[dict[str, Any]]]) -> Fingerprint:
     settings, backend = questions.settings, lm.backend
     template = lm.chat_template(True) if settings.apply_chat_template else None
     return Fingerprint(
         task=questions.spec.task,
-        subtasks={
-            name: files.subtask_fingerprint(task, samples[name], backend.max_gen_toks)
-            for name, task in questions.tasks.items()
-        },
+        subtasks={name: files.subtask_fingerprint(task, samples[name]) for name, task in questions.tasks.items()},
         limit=questions.spec.limit,
         chat_template=UNKNOWN if template == UNKNOWN else files.template_digest(template),
         system_prompt=files.template_digest(settings.system_prompt),
-        bos_per_prompt=sorted({count for one in lm.book.asked.values() for count in one.bos}) or _bos(backend),
+        bos_per_prompt=sorted({count for one in lm.book.asked.values() for count in one.bos}) or list(backend.bos),
         max_length=lm.max_length,
         backend=backend.name,
-        engine=engine if isinstance(engine := getattr(backend, "engine", None), str) else None,
-        dtype=str(getattr(backend, "dtype", dtype)),
+        engine=backend.engine,
+        dtype=backend.dtype,
         seeds=dict.fromkeys(("python", "numpy", "torch", "fewshot"), settings.seed),
     )
-
-
-def _bos(backend: Backend) -> list[int]:
-    """What a server tells of its own prompts."""
-    return list(getattr(backend, "bos", ()))
 
 
 def health_of(
@@ -129,7 +117,7 @@ def health_of(
     """What the counts of a record say; see records.record.Health."""
     asked = lm.book.asked.values()
     caps = {
-        name: files.generation_settings(task, lm.backend.max_gen_toks)["max_gen_toks"]
+        name: files.generation_settings(task)["max_gen_toks"]
         for name, task in questions.tasks.items()
         if task.OUTPUT_TYPE == "generate_until"
     }

@@ -13,6 +13,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import handle_non_serializable, hash_string, sanitize_list
 
 from halfbyte.eval.answers import NO_ANSWER
+from halfbyte.eval.backend import MAX_GEN_TOKS
 from halfbyte.eval.lm import JournaledLM
 from halfbyte.records.digests import text_digest, value_digest
 from halfbyte.records.errors import UserError, unknown_name
@@ -87,20 +88,18 @@ def _questions(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for _, row in sorted({int(row["doc_id"]): row for row in rows}.items())]
 
 
-def generation_settings(task: Any, default_max_gen_toks: int) -> dict[str, Any]:
+def generation_settings(task: Any) -> dict[str, Any]:
     """The generation settings of a task as applied."""
-    found: dict[str, Any] = json.loads(
-        _dumps(normalize_gen_kwargs(task.config.generation_kwargs or {}, default_max_gen_toks))
-    )
+    found: dict[str, Any] = json.loads(_dumps(normalize_gen_kwargs(task.config.generation_kwargs or {}, MAX_GEN_TOKS)))
     return found
 
 
-def subtask_fingerprint(task: Any, rows: list[dict[str, Any]], default_max_gen_toks: int) -> SubtaskFingerprint:
+def subtask_fingerprint(task: Any, rows: list[dict[str, Any]]) -> SubtaskFingerprint:
     """What was asked in a subtask, from lm-eval's task object and its logged samples."""
     questions = _questions(rows)
     generation = None
     if task.OUTPUT_TYPE == "generate_until":
-        generation = generation_settings(task, default_max_gen_toks)
+        generation = generation_settings(task)
     return SubtaskFingerprint(
         version=str(task.VERSION),
         num_fewshot=int(task.config.num_fewshot or 0),

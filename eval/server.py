@@ -10,7 +10,6 @@ from typing import Any
 from halfbyte.eval.backend import Generated, Prompt, Stop
 from halfbyte.eval.completions import Completions, choice, require_length, usage
 from halfbyte.eval.endpoint import Endpoint
-from halfbyte.eval.engines import OFF, RENAMED, TAKES_STOP_TOKENS, Engine, Renderer, identify
 from halfbyte.eval.external import (
     Chunk,
     chunks,
@@ -21,6 +20,7 @@ from halfbyte.eval.external import (
     special_stops,
     stop_of,
 )
+from halfbyte.eval.served import OFF, RENAMED, TAKES_STOP_TOKENS, Renderer, Served, identify
 from halfbyte.eval.server_scores import find_way, total
 from halfbyte.eval.sharing import Request
 from halfbyte.recipes.schema import ServerSpec
@@ -38,19 +38,19 @@ class ServerBackend:
 
     Args:
         endpoint: Where it is.
-        engine: What it says of itself.
+        served: What it says of itself.
         tokenizer: The model's own. With api: chat it only serves to recognise the server's chat template.
         max_length: Longest input in tokens, what is generated included; None for the server's window.
         penalty: The repetition penalty of the model's generation_config, which transformers' generate applies too.
     """
 
     name = "server"
-    max_gen_toks = 256
+    dtype = "server"
 
     def __init__(
         self,
         endpoint: Endpoint,
-        engine: Engine,
+        served: Served,
         tokenizer: Any,
         *,
         max_length: int | None = None,
@@ -59,18 +59,19 @@ class ServerBackend:
         self.penalty = penalty
         self.told: Callable[[], None] | None = None
         self.endpoint = endpoint
-        self.server = engine
+        self.served = served
         self.chat = endpoint.spec.api == "chat"
         self.local = tokenizer
         self.tokenizer = None if self.chat else tokenizer
-        self.max_length = _max_length(engine, max_length)
-        self.completions = Completions(endpoint, engine, tokenizer)
-        self.renderer = Renderer(endpoint, engine)
+        self.max_length = _max_length(served, max_length)
+        self.completions = Completions(endpoint, served, tokenizer)
+        self.renderer = Renderer(endpoint, served)
+        self._seeds_work = False
 
     @property
     def engine(self) -> str:
         """What answers, for the fingerprint."""
-        return f"{self.server} (chat)" if self.chat else str(self.server)
+        return f"{self.served} (chat)" if self.chat else str(self.served)
 
     @cached_property
     def bos(self) -> list[int]:
@@ -113,7 +114,7 @@ class ServerBackend:
             UserError: when the server cuts a prompt, ignores the seed or the token limit, or does not answer.
         """
         if self.chat:
-            _ = self._template
+            _ = self._template  # before several threads would ask for it
         else:
             self.completions.settle()
         if any(prompt.seed is not None for prompt in prompts):
@@ -132,30 +133,30 @@ class ServerBackend:
             text = found.get("text")
         if found["tokens"] > most:
             raise UserError(
-                f"{self.server} generated {found['tokens']} tokens where {most} were the most",
+                f"{self.served} generated {found['tokens']} tokens where {most} were the most",
                 "this server cannot be used for tasks that generate",
             )
         if text is not None and not isinstance(text, str):
-            raise UserError(f"{self.server} gives {text!r} as the generated text", "look at the server's log")
+            raise UserError(f"{self.served} gives {text!r} as the generated text", "look at the server's log")
         # A reasoning parser gives no content where the limit was reached while thinking.
         text = cut(text or "", prompt.sampling.until, self.local)
         return Generated(text, found["tokens"], self._stop(found, prompt), prompt.seed)
 
     def _completed(self, ids: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:
         reply = self.completions.ask(ids, settings)
-        return {**choice(reply, self.server), "tokens": usage(reply, "completion_tokens", self.server)}
+        return {**choice(reply, self.served), "tokens": usage(reply, "completion_tokens", self.served)}
 
     def _chat(self, messages: list[dict[str, str]], settings: dict[str, Any]) -> dict[str, Any]:
-        payload = {"model": self.server.model, "messages": messages, **settings}
+        payload = {"model": self.served.model, "messages": messages, **settings}
         reply = self.endpoint.post("chat/completions", payload)
         rendered = self.renderer.tokens(messages) if self._template != UNKNOWN else None
         if rendered is not None:
-            require_length(reply, len(rendered), self.server)
-        return {**choice(reply, self.server), "tokens": usage(reply, "completion_tokens", self.server)}
+            require_length(reply, len(rendered), self.served)
+        return {**choice(reply, self.served), "tokens": usage(reply, "completion_tokens", self.served)}
 
     def _settings(self, prompt: Prompt) -> dict[str, Any]:
         """How one text is generated; what the task does not name is turned off, as far as the server is known."""
-        wanted, kind = prompt.sampling, self.server.kind
+        wanted, kind = prompt.sampling, self.served.kind
         settings: dict[str, Any] = {
             "max_tokens": wanted.max_gen_toks, "temperature": wanted.temperature, "top_p": 1.0, **OFF.get(kind, {})
         }  # fmt: skip
@@ -199,14 +200,12 @@ class ServerBackend:
                 return
         what = "gives one text for different seeds" if same else "gives different texts for one seed"
         raise UserError(
-            f"{self.server} ignores the seed of a request: at temperature 1 it {what}",
+            f"{self.served} ignores the seed of a request: at temperature 1 it {what}",
             "its samples cannot be repeated; set temperature 0, or use another server",
         )
 
-    _seeds_work = False
-
     def _drawn(self, seed: int) -> str:
-        settings = {"max_tokens": SEED_TOKENS, "temperature": 1.0, "seed": seed, **OFF.get(self.server.kind, {})}
+        settings = {"max_tokens": SEED_TOKENS, "temperature": 1.0, "seed": seed, **OFF.get(self.served.kind, {})}
         text = "Once upon a time"
         if self.chat:
             return json.dumps(self._chat([{"role": "user", "content": text}], settings)["message"], sort_keys=True)
@@ -257,16 +256,16 @@ def open_server(
     return ServerBackend(endpoint, identify(endpoint, spec.model), tokenizer, max_length=max_length, penalty=penalty)
 
 
-def _max_length(engine: Engine, wanted: int | None) -> int:
+def _max_length(served: Served, wanted: int | None) -> int:
     """Two less than the window: a prompt that is scored is sent whole, and the server adds a token to it."""
-    room = None if engine.window is None else engine.window - 2
+    room = None if served.window is None else served.window - 2
     if wanted is None and room is None:
         raise UserError(
-            f"{engine} does not say how long a prompt may be", "set evaluate.max_length to its window less 2 tokens"
+            f"{served} does not say how long a prompt may be", "set evaluate.max_length to its window less 2 tokens"
         )
     if wanted is not None and room is not None and wanted > room:
         raise UserError(
-            f"max_length {wanted} does not fit into the server's window of {engine.window} tokens",
+            f"max_length {wanted} does not fit into the server's window of {served.window} tokens",
             f"set evaluate.max_length to at most {room}, or start the server with a window of {wanted + 2}",
         )
     return int(wanted or room or 0)

@@ -48,13 +48,13 @@ def echoed(completions: Completions, request: Request) -> list[Score]:
     """
     ids = [*request.context, *request.continuation]
     asked = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1, "echo": True}
-    found = choice(completions.ask(ids, asked), completions.engine).get("logprobs")
+    found = choice(completions.ask(ids, asked), completions.served).get("logprobs")
     values = found.get("token_logprobs") if isinstance(found, dict) else None
     tops = found.get("top_logprobs") if isinstance(found, dict) else None
     # Behind the prompt's tokens there is one of the generated token, or none where that is the end token.
     if not isinstance(values, list) or not isinstance(tops, list) or min(len(values), len(tops)) < len(ids):
         count = len(values) if isinstance(values, list) else 0
-        raise UserError(f"{completions.engine} echoes {count} log-probabilities for {len(ids)} tokens")
+        raise UserError(f"{completions.served} echoes {count} log-probabilities for {len(ids)} tokens")
     part = slice(len(request.context), len(ids))
     return [_score(completions, value, _numbers(top)) for value, top in zip(values[part], tops[part], strict=True)]
 
@@ -79,16 +79,16 @@ def _next(completions: Completions, request: Request) -> Score:
     asked: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
     if request.continuation:
         asked["logit_bias"] = {str(request.continuation[0]): BIAS}
-    found = choice(completions.ask(request.context, asked), completions.engine).get("logprobs")
+    found = choice(completions.ask(request.context, asked), completions.served).get("logprobs")
     content = found.get("content") if isinstance(found, dict) else None
     if isinstance(content, list) and content:  # in the shape of chat completions, as llama.cpp has it
         first = content[0]
         if request.continuation and first.get("id", request.continuation[0]) != request.continuation[0]:
-            raise UserError(f"{completions.engine} answers with another token than the one asked for")
+            raise UserError(f"{completions.served} answers with another token than the one asked for")
         tops = [entry.get("logprob") for entry in first.get("top_logprobs") or []]
         return _score(completions, first.get("logprob"), tops)
     if not isinstance(found, dict) or not found.get("token_logprobs"):
-        raise UserError(f"{completions.engine} gives no log-probability of a generated token")
+        raise UserError(f"{completions.served} gives no log-probability of a generated token")
     return _score(completions, found["token_logprobs"][0], _numbers((found.get("top_logprobs") or [{}])[0]))
 
 
@@ -99,7 +99,7 @@ def _numbers(top: Any) -> list[Any]:
 def _score(completions: Completions, value: Any, tops: list[Any]) -> Score:
     numbers = [float(top) for top in tops if isinstance(top, (int, float))]
     if not isinstance(value, (int, float)) or not numbers:
-        raise UserError(f"{completions.engine} gives {value!r} as the log-probability of a token")
+        raise UserError(f"{completions.served} gives {value!r} as the log-probability of a token")
     return Score(float(value), max(numbers))
 
 
@@ -129,7 +129,7 @@ def find_way(completions: Completions) -> Way:
         else:
             return way
     raise UserError(
-        f"{completions.engine} gives no log-probabilities of prompts: {'; '.join(reasons)}",
+        f"{completions.served} gives no log-probabilities of prompts: {'; '.join(reasons)}",
         "choose tasks that generate, or a server that does: vLLM, SGLang, llama.cpp",
     )
 
@@ -146,7 +146,7 @@ def _generated(completions: Completions, ids: list[int], first: int) -> dict[int
             continue
     if len(known) < ENOUGH:
         raise UserError(
-            f"{completions.engine} gives no log-probabilities, not even of the tokens it generates",
+            f"{completions.served} gives no log-probabilities, not even of the tokens it generates",
             "choose tasks that generate, or a server that does: vLLM, SGLang, llama.cpp",
         )
     return known

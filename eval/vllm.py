@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ class VLLMBackend:
     """
 
     name = "vllm"
-    max_gen_toks = 256
+    bos = ()
+    told: Callable[[], None] | None = None
 
     def __init__(
         self,

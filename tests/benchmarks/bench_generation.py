@@ -109,10 +109,10 @@ def test_gsm8k_on_a_gpu(until: str | None, smollm2: Path, data_root: Path, tmp_p
     print(
         f"hf backend at batch size {best}: {seconds:.1f} s; ours {took:.1f} s: {seconds / took:.2f} x\n"
         f"{questions} questions, {lm.book.tokens} prompt tokens, {tokens} generated, {stops}, refusal "
-        f"{lm.backend.engine.refusal}, graphs {lm.backend.engine.decoder.graphs}, at most "
+        f"{lm.backend.generator.refusal}, graphs {lm.backend.generator.decoder.graphs}, at most "
         f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB\n"
         f"ours and hf at {best}: {_equal(theirs, texts)}\n"
         f"hf at {second} and at {best}: {_equal(*(tried[size][1] for size in (second, best)))}"
     )
-    assert lm.backend.engine.refusal is None
+    assert lm.backend.generator.refusal is None
     assert seconds / took >= 5

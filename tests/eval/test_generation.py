@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from halfbyte.eval.backend import Stop
-from halfbyte.eval.generation import Engine, Sample
+from halfbyte.eval.generation import Generator, Sample
 from halfbyte.quant.attach import attach_kv_cache, prepare
 
 SMALL = {
@@ -80,9 +80,9 @@ def alone(model: Any, prompt: tuple[int, ...], end: Callable[[Sequence[int]], St
     return found
 
 
-def generated(engine: Engine, end: Callable[[Sequence[int]], Stop | None] = ended) -> list[list[int]]:
+def generated(generator: Generator, end: Callable[[Sequence[int]], Stop | None] = ended) -> list[list[int]]:
     samples = [Sample(prompt) for prompt in prompts()]
-    engine.generate(samples, greedy, end)
+    generator.generate(samples, greedy, end)
     assert all(sample.stop is not None for sample in samples)
     return [sample.tokens for sample in samples]
 
@@ -103,14 +103,14 @@ MODELS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_texts_are_those_of_each_sequence_alone(name: str) -> None:
     model = MODELS[name]()
-    engine = Engine(model, slots=3, budget=64)
-    assert engine.refusal is None
-    assert generated(engine) == [alone(model, prompt) for prompt in prompts()]
+    generator = Generator(model, slots=3, budget=64)
+    assert generator.refusal is None
+    assert generated(generator) == [alone(model, prompt) for prompt in prompts()]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8, 100])
 def test_the_number_of_slots_changes_no_text(tiny_llama: Any, slots: int) -> None:
-    assert generated(Engine(tiny_llama, slots=slots)) == [alone(tiny_llama, prompt) for prompt in prompts()]
+    assert generated(Generator(tiny_llama, slots=slots)) == [alone(tiny_llama, prompt) for prompt in prompts()]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_number_of_slots_changes_no_text(tiny_llama: Any, slots: int) -> Non
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_with_the_reason(kind: str, options: dict[str, Any], reason: str) -> None:
-    assert reason in str(Engine(made(kind, **options)).refusal)
+    assert reason in str(Generator(made(kind, **options)).refusal)
 
 
 def test_a_model_whose_logits_differ_in_slots_is_refused(llama_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +136,9 @@ def test_a_model_whose_logits_differ_in_slots_is_refused(llama_factory: Any, mon
         return output
 
     monkeypatch.setattr(model, "forward", other)
-    engine = Engine(model)
+    generator = Generator(model)
     monkeypatch.setattr("inspect.signature", lambda _: type("", (), {"parameters": {"position_ids": None}}))
-    assert "gives other logits there" in str(engine.refusal)
+    assert "gives other logits there" in str(generator.refusal)
 
 
 def long(tokens: Sequence[int]) -> Stop | None:
@@ -146,16 +146,16 @@ def long(tokens: Sequence[int]) -> Stop | None:
 
 
 def test_slots_grow_with_the_texts_and_not_before(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(tiny_llama, slots=3)
+    generator = Generator(tiny_llama, slots=3)
     capacities = []
-    resize = engine.decoder.resize
+    resize = generator.decoder.resize
 
     def watched(count: int, capacity: int, *, used: int) -> None:
         capacities.append(capacity)
         resize(count, capacity, used=used)
 
-    monkeypatch.setattr(engine.decoder, "resize", watched)
-    assert generated(engine, long) == [alone(tiny_llama, prompt, long) for prompt in prompts()]
+    monkeypatch.setattr(generator.decoder, "resize", watched)
+    assert generated(generator, long) == [alone(tiny_llama, prompt, long) for prompt in prompts()]
     assert capacities[0] == 128
     assert 192 in capacities
 
@@ -163,10 +163,10 @@ def test_slots_grow_with_the_texts_and_not_before(tiny_llama: Any, monkeypatch: 
 def test_where_memory_is_planned_for_less_the_shortest_wait_and_no_token_is_lost(
     tiny_llama: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(tiny_llama, slots=8)
-    engine.room = 400  # three slots of 128 tokens, two of 192
+    generator = Generator(tiny_llama, slots=8)
+    generator.room = 400  # three slots of 128 tokens, two of 192
     caplog.set_level("INFO")
-    assert generated(engine, long) == [alone(tiny_llama, prompt, long) for prompt in prompts()]
+    assert generated(generator, long) == [alone(tiny_llama, prompt, long) for prompt in prompts()]
     assert "wait until longer ones are done" in caplog.text
 
 
@@ -177,8 +177,8 @@ def test_where_memory_is_planned_for_less_the_shortest_wait_and_no_token_is_lost
 def test_out_of_memory_half_as_many_sequences_go_on_with_what_they_have(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, where: str, moment: int
 ) -> None:
-    engine = Engine(tiny_llama, slots=8, budget=1000 if moment == 0 else 64)
-    owner: Any = engine if where == "prefill" else engine.decoder
+    generator = Generator(tiny_llama, slots=8, budget=1000 if moment == 0 else 64)
+    owner: Any = generator if where == "prefill" else generator.decoder
     call, calls = getattr(owner, where), 0
 
     def lacking(*arguments: Any, **options: Any) -> Any:
@@ -189,36 +189,36 @@ def test_out_of_memory_half_as_many_sequences_go_on_with_what_they_have(
         return call(*arguments, **options)
 
     monkeypatch.setattr(owner, where, lacking)
-    assert generated(engine, long) == [alone(tiny_llama, prompt, long) for prompt in prompts()]
+    assert generated(generator, long) == [alone(tiny_llama, prompt, long) for prompt in prompts()]
     assert calls > moment
-    assert (engine.most, engine.budget) != (8, 1000 if moment == 0 else 64)
+    assert (generator.most, generator.budget) != (8, 1000 if moment == 0 else 64)
 
 
 def test_out_of_memory_with_one_sequence_is_an_error(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(tiny_llama, slots=8)
+    generator = Generator(tiny_llama, slots=8)
 
     def lacking(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(engine.decoder, "logits", lacking)
+    monkeypatch.setattr(generator.decoder, "logits", lacking)
     with pytest.raises(torch.OutOfMemoryError):
-        generated(engine)
+        generated(generator)
 
 
 def test_equal_beginnings_are_computed_once(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(tiny_llama, slots=4)
-    assert engine.decoder.slots.count == 0
+    generator = Generator(tiny_llama, slots=4)
+    assert generator.decoder.slots.count == 0
     computed: list[int] = []
-    call = engine._compute
+    call = generator._compute
 
     def watched(ids: Tensor, shared: Any, start: int) -> Any:
         computed.append(ids.numel())
         return call(ids, shared, start)
 
-    monkeypatch.setattr(engine, "_compute", watched)
+    monkeypatch.setattr(generator, "_compute", watched)
     prompt = prompts()[2]
     samples = [Sample(prompt) for _ in range(16)]
-    engine.generate(samples, greedy, ended)
+    generator.generate(samples, greedy, ended)
     assert computed == [len(prompt) - 1]
     assert {tuple(sample.tokens) for sample in samples} == {tuple(alone(tiny_llama, prompt))}
 
@@ -227,7 +227,7 @@ def test_nothing_to_generate_needs_no_model() -> None:
     class NoModel:
         device = torch.device("cpu")
 
-    Engine(NoModel()).generate([], greedy, ended)
+    Generator(NoModel()).generate([], greedy, ended)
 
 
 @pytest.mark.gpu
@@ -240,31 +240,31 @@ def test_on_a_gpu_replayed_steps_give_the_texts_of_each_sequence_alone(
         for quantizer in ("k_bmm_quantizer", "v_bmm_quantizer"):
             if hasattr(module, quantizer):
                 getattr(module, quantizer).to("cuda")
-    engine = Engine(model, slots=6, budget=64)
-    assert engine.refusal is None
+    generator = Generator(model, slots=6, budget=64)
+    assert generator.refusal is None
     captured: list[tuple[int, int]] = []
-    capture = engine.decoder._capture
+    capture = generator.decoder._capture
 
     def watched(key: tuple[int, int]) -> None:
         capture(key)
         captured.append(key)
 
-    monkeypatch.setattr(engine.decoder, "_capture", watched)
-    texts = generated(engine, long)
+    monkeypatch.setattr(generator.decoder, "_capture", watched)
+    texts = generated(generator, long)
     for prompt, tokens in zip(prompts(), texts, strict=True):
         ids = torch.tensor([[*prompt, *tokens]], device="cuda")
         greedy_tokens = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
         assert greedy_tokens == tokens
     assert captured
     if name != "sinks and experts":  # whose routing waits for the GPU
-        assert engine.decoder.graphs
+        assert generator.decoder.graphs
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_slots_keep_within_what_is_planned(llama_factory: Any) -> None:
-    engine = Engine(llama_factory().to("cuda"), slots=32)
-    assert engine.decoder is not None
-    engine.room = 2048  # eight slots of 256 tokens
-    texts = generated(engine, long)
+    generator = Generator(llama_factory().to("cuda"), slots=32)
+    assert generator.decoder is not None
+    generator.room = 2048  # eight slots of 256 tokens
+    texts = generated(generator, long)
     assert len(texts) == len(prompts())
-    assert engine.decoder.slots.count == 0
+    assert generator.decoder.slots.count == 0

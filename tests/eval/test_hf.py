@@ -42,9 +42,9 @@ def backend(request: pytest.FixtureRequest) -> Callable[..., HFBackend]:
     def make(model: Any, tokenizer: Any, **options: Any) -> HFBackend:
         made = HFBackend(model, tokenizer, **options)
         if request.param == "by transformers' generate":
-            made.engine.refusal = "a test"
+            made.generator.refusal = "a test"
         else:
-            assert made.engine.refusal is None
+            assert made.generator.refusal is None
         return made
 
     return make
@@ -94,7 +94,7 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_batch(backend: Any, tiny_ll
 def test_both_ways_draw_the_same(tiny_llama: Any, tiny_tokenizer: Any) -> None:
     prompts = asked(tiny_tokenizer, TEXTS, DRAWN, list(range(5)))
     plain = HFBackend(tiny_llama, tiny_tokenizer)
-    plain.engine.refusal = "a test"
+    plain.generator.refusal = "a test"
     assert plain.generate(prompts) == HFBackend(tiny_llama, tiny_tokenizer).generate(prompts)
 
 
@@ -145,7 +145,7 @@ def test_out_of_memory_transformers_generate_goes_on_with_half(
     prompts = asked(tiny_tokenizer, TEXTS, DRAWN, list(range(5)))
     expected = HFBackend(tiny_llama, tiny_tokenizer).generate(prompts)
     backend = HFBackend(tiny_llama, tiny_tokenizer, batch_size=4)
-    backend.engine.refusal = "a test"
+    backend.generator.refusal = "a test"
     call, sizes = tiny_llama.generate, []
 
     def lacking(**options: Any) -> Any:
@@ -205,6 +205,6 @@ def test_gsm8k_texts_are_lm_evals_token_for_token(smollm2: Path, tmp_path: Path)
     settings = {"until": ["Question:", "</s>", "<|im_end|>"], "max_gen_toks": 48, "do_sample": False}
     requests = [Instance("generate_until", {}, (text, settings), 0, ("task", at, 1)) for at, text in enumerate(texts)]
     lm = JournaledLM(HFBackend(loaded.model, loaded.tokenizer), tmp_path, "key")
-    assert lm.backend.engine.refusal is None
+    assert lm.backend.generator.refusal is None
     plain = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=3)
     assert lm.generate_until(requests) == plain.generate_until(requests, disable_tqdm=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -62,5 +63,5 @@ def test_math_500s_reference_answers_equal_themselves_boxed_announced_and_bare(r
 @pytest.mark.real
 def test_math_500s_reference_answers_differ_from_one_another(references: dict[str, str]) -> None:
     own = [answer for question, answer in references.items() if not question.startswith("aime")]
-    pairs = [(one, other) for one, other in zip(own, own[1:], strict=False) if one != other and equal(one, other)]
+    pairs = [(one, other) for one, other in pairwise(own) if one != other and equal(one, other)]
     assert pairs == [("5", "x=5")]  # the value of x where nobody asked for another letter

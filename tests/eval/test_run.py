@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from halfbyte.eval.generation import Engine
+from halfbyte.eval.generation import Generator
 from halfbyte.eval.run import evaluate_model
 from halfbyte.eval.scorer import PrefixScorer
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
@@ -33,7 +33,7 @@ def test_each_task_has_its_record(
     assert [record.task for record in records] == ["tiny_choice", "tiny_generate"]
     assert set(find_records(tmp_path / "out")) == {"tiny_choice", "tiny_generate"}
     monkeypatch.setattr(PrefixScorer, "score", None)
-    monkeypatch.setattr(Engine, "generate", None)
+    monkeypatch.setattr(Generator, "generate", None)
     assert evaluate_model(tiny_llama, tiny_tokenizer, summary, settings, tmp_path / "out") == records
 
 

@@ -39,7 +39,7 @@ PROBES: tuple[list[dict[str, str]], ...] = (
 
 
 @dataclass(frozen=True)
-class Engine:
+class Served:
     """A server and the model it serves, as it describes them."""
 
     kind: str
@@ -58,7 +58,7 @@ class Engine:
         return f"{self.kind} {self.version}" if self.version else self.kind
 
 
-def identify(endpoint: Endpoint, model: str | None) -> Engine:
+def identify(endpoint: Endpoint, model: str | None) -> Served:
     """Asks a server who it is and which model it serves.
 
     Args:
@@ -83,7 +83,7 @@ def identify(endpoint: Endpoint, model: str | None) -> Engine:
     properties = endpoint.ask_if_known("/props") or {} if kind == "llamacpp" else {}
     version = _version(endpoint, properties)
     path = entry.get("root") or properties.get("model_path")
-    return Engine(kind, version, name, int(window) if window else None, str(path) if path else None, entry)
+    return Served(kind, version, name, int(window) if window else None, str(path) if path else None, entry)
 
 
 def _version(endpoint: Endpoint, properties: dict[str, Any]) -> str | None:
@@ -98,17 +98,17 @@ class Renderer:
 
     Args:
         endpoint: Where it is.
-        engine: Who it is.
+        served: Who it is.
     """
 
-    def __init__(self, endpoint: Endpoint, engine: Engine) -> None:
+    def __init__(self, endpoint: Endpoint, served: Served) -> None:
         self.endpoint = endpoint
-        self.engine = engine
+        self.served = served
 
     def tokens(self, messages: list[dict[str, str]]) -> list[int] | None:
         """Token ids of messages behind the server's chat template, ready for an answer; None where it does not say."""
         found = self.endpoint.ask_if_known(
-            "/tokenize", {"model": self.engine.model, "messages": messages, "add_generation_prompt": True}
+            "/tokenize", {"model": self.served.model, "messages": messages, "add_generation_prompt": True}
         )
         if found is not None and _ids(found):  # llama.cpp knows no messages here, and gives an empty list
             return _ids(found)

@@ -14,8 +14,8 @@ from brain import Brain
 from fake_server import Faults, Server, serving
 
 from halfbyte.eval import vllm as vllm_module
-from halfbyte.eval.engine import open_engine, require_two_endpoints
 from halfbyte.eval.evaluate import settings_key
+from halfbyte.eval.opening import open_backend, require_two_endpoints
 from halfbyte.main import main
 from halfbyte.quant.load import describe_as_it_is
 from halfbyte.recipes.schema import EvaluateSpec, ServerSpec, TaskSpec
@@ -166,7 +166,7 @@ def test_the_candidate_is_asked_under_its_own_name(server: Server, tiny_model_fo
     spec = server.spec(model="tiny", candidate_model="tiny-fp8")
     settings = EvaluateSpec(backend="server", server=spec, tasks=[TaskSpec(task="any")])
     described = describe_as_it_is(str(tiny_model_folder))
-    names = [open_engine(settings, described, candidate=side).server.model for side in (False, True)]  # type: ignore[union-attr]
+    names = [open_backend(settings, described, candidate=side).served.model for side in (False, True)]  # type: ignore[union-attr]
     assert names == ["tiny", "tiny-fp8"]
 
 
@@ -179,10 +179,10 @@ def test_a_server_with_another_model_of_this_machine_is_refused(
     settings = EvaluateSpec(backend="server", server=server.spec(), tasks=[TaskSpec(task="any")])
     described = describe_as_it_is(str(tiny_model_folder))
     server.faults.path = str(tiny_model_folder)
-    open_engine(settings, described)
+    open_backend(settings, described)
     server.faults.path = str(other)
     with pytest.raises(UserError, match=r"serves .*other, which is not"):
-        open_engine(settings, described)
+        open_backend(settings, described)
 
 
 @pytest.mark.usefixtures("tiny_tasks", "cache")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from halfbyte.eval import progress
-from halfbyte.eval.progress import Progress, work_of
+from halfbyte.eval import bar as module
+from halfbyte.eval.bar import Bar, work_of
 from halfbyte.eval.sharing import Request, plan
 
 
@@ -22,7 +22,7 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         made.append(tqdm(file=io.StringIO(), **options))
         return made[-1]
 
-    monkeypatch.setattr(progress, "progress_bar", bar)
+    monkeypatch.setattr(module, "progress_bar", bar)
     yield made
     for one in made:
         one.close()
@@ -49,7 +49,7 @@ def test_batches_without_rows_are_work_as_they_are() -> None:
 
 
 def test_a_question_is_done_when_all_of_its_requests_are(bars: list[Any]) -> None:
-    with Progress("task", ["a", "a", "b", "b"], [[0, 2], [1, 3]], [10, 30]) as bar:
+    with Bar("task", ["a", "a", "b", "b"], [[0, 2], [1, 3]], [10, 30]) as bar:
         bar.answered(0, 10)
         assert (bar.done, bars[0].n, bars[0].total) == (0, 10, 40)
         bar.answered(1, 30)
@@ -58,7 +58,7 @@ def test_a_question_is_done_when_all_of_its_requests_are(bars: list[Any]) -> Non
 
 
 def test_what_an_earlier_process_did_is_no_part_of_the_eta(bars: list[Any]) -> None:
-    with Progress("task", ["a", "b"], [[0], [1]], [10, 30]) as bar:
+    with Bar("task", ["a", "b"], [[0], [1]], [10, 30]) as bar:
         bar.known(0)
         assert (bars[0].n, bars[0].initial) == (10, 10)
         bar.answered(1, 30)
@@ -66,7 +66,7 @@ def test_what_an_earlier_process_did_is_no_part_of_the_eta(bars: list[Any]) -> N
 
 
 def test_texts_are_counted_as_they_end_and_not_twice(bars: list[Any]) -> None:
-    with Progress("task", ["a", "a", "b", "b"], [[0, 1], [2, 3]], None) as bar:
+    with Bar("task", ["a", "a", "b", "b"], [[0, 1], [2, 3]], None) as bar:
         bar.ended()
         assert bars[0].n == 1
         bar.ended()

@@ -30,7 +30,7 @@ def require_two_endpoints(settings: EvaluateSpec) -> None:
         )
 
 
-def open_engine(
+def open_backend(
     settings: EvaluateSpec, described: Described, *, candidate: bool = False
 ) -> ServerBackend | VLLMBackend:
     """The backend that `settings` name, other than hf.
@@ -57,13 +57,13 @@ def open_engine(
 
     spec = _endpoint(settings.server) if candidate else settings.server
     backend = open_server(spec, tokenizer, max_length=settings.max_length, penalty=described.penalty)
-    served = Path(backend.server.path or "")
-    if backend.server.path and served.is_absolute() and served.exists():
+    place = Path(backend.served.path or "")
+    if backend.served.path and place.is_absolute() and place.exists():
         # A recipe's weights may be rounded on loading; the files are those that are served.
         ours = source.folder / source.gguf_file if source.gguf_file else source.folder
-        if served.resolve() != ours.resolve() and model_digest(served) != model_digest(ours):
+        if place.resolve() != ours.resolve() and model_digest(place) != model_digest(ours):
             raise UserError(
-                f"{spec.base_url} serves {served}, which is not {described.summary.name}",
+                f"{spec.base_url} serves {place}, which is not {described.summary.name}",
                 f"serve {ours}, or correct evaluate.server.base_url",
             )
     return backend

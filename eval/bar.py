@@ -29,7 +29,7 @@ def work_of(batches: Sequence[Any], sizes: Sequence[int]) -> list[int]:
     return work
 
 
-class Progress:
+class Bar:
     """A bar over fixed batches of requests.
 
     Args:
