@@ -208,3 +208,11 @@ def test_gsm8k_texts_are_lm_evals_token_for_token(smollm2: Path, tmp_path: Path)
     assert lm.backend.generator.refusal is None
     plain = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=3)
     assert lm.generate_until(requests) == plain.generate_until(requests, disable_tqdm=True)
+
+
+def test_a_lack_of_memory_changes_no_batch_of_a_later_task(tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    made = HFBackend(tiny_llama, tiny_tokenizer, batch_size=2)
+    prompts = [Prompt("", (1, at), GREEDY, None) for at in range(40)]
+    planned = made.generation_batches(prompts)
+    made.generator.most = 1
+    assert made.generation_batches(prompts) == planned

@@ -102,6 +102,21 @@ def test_an_evaluation_goes_on_when_the_server_is_back_at_another_address(
     assert one == two
 
 
+@pytest.mark.usefixtures("tiny_tasks", "cache")
+def test_answers_of_two_engines_do_not_meet_in_one_record(
+    tiny_llama: Any, tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    brain = Brain(tiny_llama, tiny_tokenizer)
+    with serving(brain) as whole:
+        assert _eval(tiny_model_folder, tmp_path / "whole", *_on(whole), tasks="tiny_generate") == 0
+    asked = _completions(whole)
+    with serving(brain, Faults(fails_after=asked - 5)) as first:
+        assert _eval(tiny_model_folder, tmp_path / "cut", *_on(first), "evaluate.seed=1", tasks="tiny_generate") == 2
+    with serving(brain, Faults(owner="sglang")) as other:
+        assert _eval(tiny_model_folder, tmp_path / "cut", *_on(other), "evaluate.seed=1", tasks="tiny_generate") == 0
+    assert _completions(other) == asked
+
+
 def _completions(server: Server) -> int:
     return sum(path == "/v1/completions" for path, _ in server.asked)
 

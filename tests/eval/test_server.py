@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import requests
 from brain import Brain
 from fake_server import Faults, serving
 
@@ -224,6 +225,17 @@ def test_a_server_that_is_gone_or_too_slow_is_said_to_be(brain: Brain, tiny_toke
     assert len(server.asked) == 1, "a time-out is not tried again"
     with pytest.raises(UserError, match=r"no server answers at .*Connection refused \(start it"):
         open_server(server.spec(retries=0), tiny_tokenizer)
+
+
+def test_a_server_that_cannot_be_reached_is_not_said_to_be_slow(
+    brain: Brain, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise requests.ConnectTimeout("connect timeout=10")
+
+    monkeypatch.setattr(requests.Session, "request", unreachable)
+    with serving(brain) as server, pytest.raises(UserError, match=r"no server answers at .*connect timeout=10"):
+        open_server(server.spec(), tiny_tokenizer)
 
 
 def test_a_window_that_is_too_short_is_refused_at_once(brain: Brain, tiny_tokenizer: Any) -> None:
