@@ -18,7 +18,7 @@ from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
 from halfbyte.records.manifest import hardware
 from halfbyte.records.record import EvaluationRecord, load_record
-from halfbyte.sides import Side, evaluate_into, identify, measure_noise
+from halfbyte.sides import Side, cached_folder, evaluate_into, identify, measure_noise, whole_record
 
 if TYPE_CHECKING:
     from halfbyte.eval.plan import TaskPlan
@@ -113,14 +113,13 @@ def _record(
     args: Namespace, settings: EvaluateSpec, side: Side, specs: list[TaskSpec], scratch: Path
 ) -> tuple[Path, EvaluationRecord]:
     """The record of the first of the tasks that there is one of, else one of the last, evaluated into `scratch`."""
-    from halfbyte.sides import cached_folder, whole_record
-
-    root = data_root(args.data_root)
     for spec in specs:
         places = [cached_folder(side, spec, settings)]
         places += [args.output / spec.task] if args.output is not None else []
         for folder in places:
-            record = whole_record(folder, side.key(spec, settings), settings, root) if folder.is_dir() else None
+            record = (
+                whole_record(folder, side.key(spec, settings), settings, args.data_root)
+            )
             if record is not None:
                 return folder, record
     folder = scratch / specs[-1].task

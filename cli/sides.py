@@ -206,7 +206,7 @@ def cached_records(side: Side, settings: EvaluateSpec, data_root: Path | None, r
     for spec in settings.tasks:
         output = cached_folder(side, spec, settings, repeat)
         with locked(output):
-            if whole_record(output, side.key(spec, settings, repeat), settings, data_root) is None:
+            if _cached_record(output, side.key(spec, settings, repeat), settings, data_root) is None:
                 side.evaluate(spec, settings, output, data_root, repeat)
             else:
                 logger.info("%s: done already", spec.task)
@@ -221,10 +221,19 @@ def cached_folder(side: Side, spec: TaskSpec, settings: EvaluateSpec, repeat: in
 
 
 def whole_record(output: Path, key: str, settings: EvaluateSpec, data_root: Path | None) -> EvaluationRecord | None:
-    """The record in `output` where it is the one of that key; one whose content has changed is deleted."""
+    """The record in `output` where it is the one of that key.
+
+    Raises:
+        DamagedRecord: when its content has changed since it was written.
+    """
+    record = usable_record(output, key, settings, find_root(data_root))
+    return record and verify_content(output)
+
+
+def _cached_record(output: Path, key: str, settings: EvaluateSpec, data_root: Path | None) -> EvaluationRecord | None:
+    """As whole_record, for a folder of the shared cache: a damaged record is deleted, to be computed again."""
     try:
-        record = usable_record(output, key, settings, find_root(data_root))
-        return record and verify_content(output)
+        return whole_record(output, key, settings, data_root)
     except DamagedRecord as damage:
         logger.warning("%s; evaluating again", damage.message)
         shutil.rmtree(output)
@@ -276,7 +285,7 @@ def _taken(spec: TaskSpec, folder: Path, side: Side, settings: EvaluateSpec, dat
     if not cached.is_dir():
         return False
     with locked(cached):
-        if whole_record(cached, side.key(spec, settings), settings, data_root) is None:
+        if _cached_record(cached, side.key(spec, settings), settings, data_root) is None:
             return False
         mark_used(cached)
         logger.info("%s: out of the cache", spec.task)

@@ -241,13 +241,13 @@ def _verify(gold: str, answer: str) -> bool:
 
 
 def _serve() -> None:
-    import math_verify  # noqa: F401  now, so that what is missing shows before the first answer
-
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     answers = sys.stdout
-    answers.write(READY)
-    answers.flush()
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        if not _verify("\\frac{1}{2}", "2^{-1}"):  # a package that lacks or fails would make every answer wrong
+            raise RuntimeError("math-verify does not take 2^{-1} for \\frac{1}{2}")
+        answers.write(READY)
+        answers.flush()
         for line in sys.stdin:  # the parser writes about what it does not understand
             answers.write(json.dumps(_verify(*json.loads(line))) + "\n")
             answers.flush()

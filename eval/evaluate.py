@@ -241,12 +241,13 @@ def _held(folder: Path) -> Iterator[None]:
     """Keeps a second process, whose answers would mix with ours, out of a folder; a kill frees it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process evaluates into {folder.with_suffix('')}", "wait for it, or give another --output"
+            ) from None
         yield
-    except BlockingIOError:
-        raise UserError(
-            f"another process evaluates into {folder.with_suffix('')}", "wait for it, or give another --output"
-        ) from None
     finally:
         os.close(descriptor)
 

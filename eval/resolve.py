@@ -19,12 +19,11 @@ import numpy as np
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
+from halfbyte.eval.evaluate import TASKS
 from halfbyte.eval.quick import quick_environment, quick_index, quick_templates
 from halfbyte.recipes.data import cache_of, find_dataset, loading
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.manifest import git_commit
-
-TASKS = Path(__file__).resolve().parent / "tasks"
 
 
 class _SilentBar(tqdm):

@@ -118,10 +118,7 @@ def _end_of(content: bytes) -> dict[str, Any] | None:
         found = json.loads("{" + content[cut + 2 :].decode("utf-8"))  # json.loads guesses the encoding of bytes
     except ValueError:
         return None
-    if (
-        not isinstance(found, dict)
-        or not {"filter", "metrics", "doc_hash", "prompt_hash", "target_hash"} <= found.keys()
-    ):
+    if not isinstance(found, dict) or not found.keys() >= _NEEDED:
         return None
     found["doc_id"] = int(head[1])
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -185,6 +186,18 @@ def test_prompts_and_answers_are_shown_before_and_after_an_evaluation(
     after = capsys.readouterr().out
     assert after.splitlines()[1:4] == before.splitlines()[1:4]
     assert "(of 24)" in after
+
+
+def test_a_damaged_record_is_neither_shown_nor_deleted(
+    tiny: Eval, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tiny("--output", "out") == 0
+    shutil.rmtree(cache)
+    (samples,) = Path("out/tiny_choice").glob("samples_*.jsonl")
+    samples.write_text("{}", encoding="utf-8")
+    assert tiny("--show", 1, "--output", "out") == 2
+    assert "has changed since it was written" in capsys.readouterr().err
+    assert samples.is_file()
 
 
 def test_what_is_shown_says_what_was_cut(tiny: Eval, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -141,3 +142,13 @@ def test_a_process_that_does_not_start_is_a_bug_and_no_wrong_answer(monkeypatch:
     monkeypatch.setattr(equivalence.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="did not start"):
         judge.ask("\\sqrt{5}", "2")
+
+
+def test_a_package_that_compares_nothing_is_a_bug_and_no_wrong_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    useless = "class LatexExtractionConfig: ...\ndef parse(*_, **__): return []\ndef verify(*_, **__): return False\n"
+    (tmp_path / "math_verify.py").write_text(useless, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with pytest.raises(RuntimeError, match="did not start"):
+        equivalence._Judge().ask("\\sqrt{5}", "2")
