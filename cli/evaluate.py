@@ -117,9 +117,7 @@ def _record(
         places = [cached_folder(side, spec, settings)]
         places += [args.output / spec.task] if args.output is not None else []
         for folder in places:
-            record = (
-                whole_record(folder, side.key(spec, settings), settings, args.data_root)
-            )
+            record = whole_record(folder, side.key(spec, settings), settings, args.data_root)
             if record is not None:
                 return folder, record
     folder = scratch / specs[-1].task
@@ -129,7 +127,7 @@ def _record(
 def _plan(args: Namespace, settings: EvaluateSpec) -> int:
     """Prints what the evaluation would ask and take."""
     from halfbyte.eval.plan import earlier_records, plan_task  # torch and lm-eval take seconds
-    from halfbyte.eval.run import require_tasks
+    from halfbyte.eval.resolve import require_tasks
     from halfbyte.quant.models import empty_model, locate, open_tokenizer
 
     require_tasks(settings)

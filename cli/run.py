@@ -31,7 +31,7 @@ def run(args: Namespace) -> int:
     if twice:
         raise UserError(f"recipe '{min(twice)}' is given twice")
     from halfbyte.eval.opening import require_two_endpoints
-    from halfbyte.eval.run import require_tasks
+    from halfbyte.eval.resolve import require_tasks
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in a recipe should not
     from halfbyte.reports.published import published_table
 

@@ -267,7 +267,7 @@ def evaluate_into(
     if cached:
         waiting = [pair for pair in waiting if not _taken(*pair, side, settings, data_root)]
     if waiting:
-        from halfbyte.eval.run import require_tasks  # lm-eval takes seconds
+        from halfbyte.eval.resolve import require_tasks  # lm-eval takes seconds
 
         require_tasks(settings)
     for spec, folder in waiting:

@@ -42,9 +42,9 @@ def further_settings(sampling: Sampling) -> dict[str, Any]:
 
 def group_prompts(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
     """Positions of prompts in batches of about `size`, in order, equal prompts in one."""
-    together: dict[Any, list[int]] = {}
-    for at, prompt in enumerate(prompts):
-        together.setdefault((prompt.text, prompt.sampling), []).append(at)
+    together: dict[tuple[str, str], list[int]] = {}
+    for at, prompt in enumerate(prompts):  # settings may hold lists, which have no hash
+        together.setdefault((prompt.text, repr(prompt.sampling)), []).append(at)
     batches: list[list[int]] = []
     for group in together.values():
         if not batches or len(batches[-1]) + len(group) > size:

@@ -30,7 +30,7 @@ LONG = 2048
 PLAIN = 16
 """Sequences at once where continuous batching does not fit."""
 _WITHOUT_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "early_stopping": False}
-_DRAWING = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "do_sample", "temperature")
+_DRAWING = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 _PROCESSED = (
     "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "forced_bos_token_id",
     "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "sequence_bias",

@@ -86,6 +86,7 @@ def plan_task(
     for method, group in groupby(questions.requests(lm), key=lambda request: str(request.request_type)):
         requests = [request for one in group for request in [one] * int(one.repeats or 1)]
         getattr(lm, method)(requests)
+    known = [record for record in known if record.fingerprint.backend == settings.backend]
     same = [record for record in known if record.fingerprint.task == spec.task]
     lengths = [record.speed.generated_per_sample for record in same if record.speed]
     length = next((value for value in reversed(lengths) if value is not None), None)

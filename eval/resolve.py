@@ -22,6 +22,7 @@ from tqdm import tqdm
 from halfbyte.eval.evaluate import TASKS
 from halfbyte.eval.quick import quick_environment, quick_index, quick_templates
 from halfbyte.recipes.data import cache_of, find_dataset, loading
+from halfbyte.recipes.schema import EvaluateSpec
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.manifest import git_commit
 
@@ -73,6 +74,20 @@ def find_manager(name: str) -> TaskManager:
     error = unknown_name("task", name, every.all_tasks)
     near, _, _ = (error.hint or "").partition("known: ")
     raise UserError(error.message, f"{near}`lm-eval ls tasks` lists lm-eval's; ours: {', '.join(ours.all_tasks)}")
+
+
+def require_tasks(settings: EvaluateSpec) -> None:
+    """Refuses, before hours are spent on the first task, a later one that is unknown or named twice.
+
+    Raises:
+        UserError: naming it.
+    """
+    names = [spec.task for spec in settings.tasks]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
+    for name in names:
+        find_manager(name)
 
 
 def is_ours(name: str) -> bool:

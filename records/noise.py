@@ -1,9 +1,9 @@
 """The noise floor: what flips between two evaluations of one model that ask the same in other batches.
 
-Both ask the same questions with the same prompts. The second computes them in other batches, so that sums are rounded
-in another order, and draws its samples, where a task draws any, with other seeds. What flips between the two says
-nothing about a quantization; what flips between a baseline and its candidate is to be seen beside it. On a CPU, in
-float32, it is often nothing.
+Both ask the same questions with the same prompts. The second computes them in other batches (vLLM and servers make
+their own), so that sums are rounded in another order, and draws its samples, where a task draws any, with other seeds.
+What flips between the two says nothing about a quantization; what flips between a baseline and its candidate is to be
+seen beside it. On a CPU, in float32, it is often nothing.
 """
 
 from __future__ import annotations

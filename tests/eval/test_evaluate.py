@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -386,3 +387,28 @@ def test_smollm2_answers_arc_easy_as_lm_eval_does(
         for (first,), theirs in zip(responses, row["resps"], strict=True):
             assert float(first[0]) == pytest.approx(theirs[0][0], abs=1e-4)
         assert metrics == {"acc": row["acc"], "acc_norm": row["acc_norm"]}
+
+
+def test_an_answer_longer_than_the_longest_input_is_refused(evaluate: Any) -> None:
+    with pytest.raises(UserError, match="tokens does not fit into a max_length of 2"):
+        evaluate(settings=settings(max_length=2))
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(evaluate: Any, tokenizer_factory: Any) -> None:
+    tokenizer = tokenizer_factory()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="names no token that ends a text"):
+        evaluate(tokenizer=tokenizer)
+
+
+def test_a_second_process_is_kept_out_of_an_evaluation_under_way(evaluate: Any, tmp_path: Path) -> None:
+    partial = tmp_path / "record.partial"
+    partial.mkdir()
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"another process evaluates into .*record "):
+            evaluate()
+    finally:
+        os.close(descriptor)
+    evaluate()

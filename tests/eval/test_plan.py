@@ -50,6 +50,12 @@ def test_scored_tokens_take_their_time(plan: Any, tmp_path: Path) -> None:
     assert found.seconds == found.distinct_tokens / 50
 
 
+def test_the_speed_of_another_backend_says_nothing(plan: Any, tmp_path: Path) -> None:
+    known = earlier(tmp_path, "mmlu", distinct_tokens=10_000, scored_per_second=50.0)
+    known.fingerprint.backend = "vllm"
+    assert plan("tiny_choice", [known]).seconds is None
+
+
 def test_a_speed_over_a_few_tokens_is_none(plan: Any, tmp_path: Path) -> None:
     known = [earlier(tmp_path, "mmlu", distinct_tokens=4_000, scored_per_second=50.0)]
     assert plan("tiny_choice", known).seconds is None

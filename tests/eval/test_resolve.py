@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from halfbyte.eval import resolve
-from halfbyte.eval.resolve import TASKS, find_manager, load_task
+from halfbyte.eval.resolve import TASKS, find_manager, load_task, require_tasks
 from halfbyte.recipes import data
+from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.errors import UserError
 
 HUB_TASK = """
@@ -127,3 +128,15 @@ def test_the_real_tasks_load_from_the_data_root(data_root: Path, name: str, task
     leaves = find_leaves(load_task(name, data_root))
     assert len(leaves) == tasks
     assert sum(len(task.eval_docs) for task in leaves.values()) == questions
+
+
+def test_a_task_named_twice_is_an_error() -> None:
+    with pytest.raises(UserError, match="task 'smoke' is named twice"):
+        require_tasks(EvaluateSpec(tasks=[TaskSpec(task="smoke"), TaskSpec(task="smoke")]))
+
+
+def test_a_later_task_that_is_unknown_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = resolve.task_manager(ours_only=True)
+    monkeypatch.setattr(resolve, "task_manager", lambda **_: ours)  # without lm-eval's thousands of tasks
+    with pytest.raises(UserError, match="unknown task 'smock'"):
+        require_tasks(EvaluateSpec(tasks=[TaskSpec(task="smoke"), TaskSpec(task="smock")]))

@@ -246,10 +246,12 @@ def test_a_window_that_is_too_short_is_refused_at_once(brain: Brain, tiny_tokeni
 
 
 def test_settings_that_servers_do_not_take_are_refused(brain: Brain, tiny_tokenizer: Any) -> None:
-    with serving(brain) as server, pytest.raises(UserError, match="num_beams"):
-        open_server(server.spec(), tiny_tokenizer).generate(
-            [_prompt(tiny_tokenizer, "the cat", other=(("num_beams", 4),))]
-        )
+    prompts = [_prompt(tiny_tokenizer, "the cat", other=(("bad_words_ids", [[4]]),))]
+    with serving(brain) as server:
+        backend = open_server(server.spec(), tiny_tokenizer)
+        assert backend.generation_batches(prompts) == [[0]]
+        with pytest.raises(UserError, match="bad_words_ids"):
+            backend.generate(prompts)
 
 
 def test_messages_get_the_servers_template_which_is_recognised(brain: Brain, tiny_tokenizer: Any) -> None:

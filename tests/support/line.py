@@ -20,8 +20,8 @@ TEXTS = [f"the {a} {b} sees the {c} and the {a} runs" for a in ("cat", "dog", "b
 
 # Imported once by the fork server and not by every child; ModelOpt alone takes seconds.
 PRELOADED = [
-    "halfbyte.stages", "halfbyte.eval.recording", "halfbyte.eval.hf", "halfbyte.eval.run", "halfbyte.quant.produce",
-    "halfbyte.quant.verify", "halfbyte.reports.write", "lm_eval.evaluator",
+    "halfbyte.stages", "halfbyte.eval.recording", "halfbyte.eval.hf", "halfbyte.quant.produce", "halfbyte.quant.verify",
+    "halfbyte.reports.write", "lm_eval.evaluator",
     "modelopt.recipe.presets", "modelopt.torch.export", "modelopt.torch.quantization", "transformers.models.llama",
     "transformers.models.llama.modeling_llama", "transformers.generation",
 ]  # fmt: skip
