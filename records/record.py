@@ -17,14 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from halfbyte.records.digests import value_digest
 from halfbyte.records.errors import UserError
-from halfbyte.records.files import read_as, write_json
+from halfbyte.records.files import read_as, read_json, write_json
 
 RECORD_FILE = "record.json"
 UNKNOWN = "unknown"
 """A setting that a server does not tell. It agrees with nothing, not even with itself."""
 OUR_TASKS = "halfbyte/tasks"
 """What the digest of our own task files is under in EvaluationRecord.data."""
-SCHEMA_VERSION = 2
+SCHEMA_VERSION: Literal[2] = 2
 """Of record.json. 2: `asked` and `generated` in the sample lines, speed, content digests; version 1 is still read."""
 
 
@@ -177,7 +177,7 @@ class Speed(_Strict):
 class EvaluationRecord(_Strict):
     """record.json. A line of samples_*.jsonl has `asked`, `generated`, `answered` beside lm-eval's keys; see Sample."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1, 2] = SCHEMA_VERSION
     status: Literal["done"] = "done"
     created: str
     key: str = ""
@@ -270,9 +270,9 @@ def verify_content(folder: Path) -> EvaluationRecord:
         DamagedRecord: naming what is missing, has changed since it was written, or was written without digests.
     """
     record = load_record(folder)
-    if record.seal != record._seal():
-        what = "has changed since it was written" if record.seal else "is of a version that wrote no digests"
-        raise DamagedRecord(f"{folder / RECORD_FILE} {what}", "evaluate again")
+    if not record.seal:
+        raise DamagedRecord(f"{folder / RECORD_FILE} is of a version that wrote no digests", "evaluate again")
+    refuse_edited(folder)
     for name in (record.results_file, *record.samples_files.values()):
         path = folder / name
         if not path.is_file():
@@ -280,6 +280,14 @@ def verify_content(folder: Path) -> EvaluationRecord:
         if _content(path) != record.files.get(name):
             raise DamagedRecord(f"{path} has changed since it was written", "evaluate again")
     return record
+
+
+def refuse_edited(folder: Path) -> None:
+    """Raises a DamagedRecord when record.json is not what its seal says; those of version 1 alone have none."""
+    content = read_json(folder / RECORD_FILE)
+    seal = content.pop("seal", "") if isinstance(content, dict) else ""
+    if seal != value_digest(content) and (seal or content.get("schema_version") != 1):
+        raise DamagedRecord(f"{folder / RECORD_FILE} has changed since it was written", "evaluate again")
 
 
 def _content(path: Path) -> str:

@@ -59,6 +59,10 @@ def scan_lines(folder: Path, record: EvaluationRecord, metric: str) -> Iterator[
     """
     for subtask, name in sorted(record.samples_files.items()):
         path = folder / name
+        if Path(name).name != name:
+            raise UserError(
+                f"the record in {folder} names a samples file outside of its folder: {name}", "evaluate again"
+            )
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -92,10 +96,14 @@ def _line(content: bytes, subtask: str, metric: str, path: Path, start: int) -> 
         found = json.loads(content)
     rows = found.get("generated")
     counts = [row["tokens"] for row in rows or []]
+    if any(count is not None and (type(count) is not int or count < 0) for count in counts):
+        raise ValueError(f"a text of {counts} tokens")
+    if type(found["doc_id"]) is not int or type(found["filter"]) is not str:
+        raise ValueError(f"doc_id {found['doc_id']!r}, filter {found['filter']!r}")
     return Line(
         subtask=subtask,
         filter=found["filter"],
-        doc_id=int(found["doc_id"]),
+        doc_id=found["doc_id"],
         doc_hash=found["doc_hash"],
         prompt_hash=found["prompt_hash"],
         target_hash=found["target_hash"],

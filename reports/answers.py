@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ def read_answer(raw: dict[str, Any], metric: str) -> Answer:
     choices = [str(request[1]) for request in requests] if all(len(request) > 1 for request in requests) else []
     if len(choices) > 1 and len(set(choices)) == 1:  # tasks such as winogrande vary the context instead
         choices = [f"choice {i}" for i in range(len(choices))]
-    responses = raw.get("filtered_resps", [])
+    responses = raw.get("filtered_resps") or []
     scores = [_score(response) for response in responses]
     if len(choices) > 1 and len(scores) >= len(choices) and all(score is not None for score in scores):
         # lm-eval measures a choice without the space that joins it to the prompt
@@ -39,7 +40,7 @@ def read_answer(raw: dict[str, Any], metric: str) -> Answer:
         given = choices[max(range(len(choices)), key=values.__getitem__)]
     else:
         choices = []
-        given = _first(responses) if responses else _first(raw.get("resps", []))
+        given = _first(responses) if responses else _first(raw.get("resps") or [])
     target = _target(raw.get("target"), choices)
     return Answer(_question(raw, requests), _cut(target, ANSWER_LENGTH), _cut(given, ANSWER_LENGTH))
 
@@ -47,9 +48,15 @@ def read_answer(raw: dict[str, Any], metric: str) -> Answer:
 def _requests(arguments: Any) -> list[list[Any]]:
     """The arguments of each request: lm-eval writes {"gen_args_0": {"arg_0": ..., "arg_1": ...}, ...}, or lists."""
     if isinstance(arguments, dict):
-        ordered = sorted(arguments.items(), key=lambda item: int(item[0].rsplit("_", 1)[-1]))
+        ordered = sorted(arguments.items(), key=lambda item: _number(item[0]))
         return [list(value.values()) if isinstance(value, dict) else [value] for _, value in ordered]
-    return [list(one) if isinstance(one, (list, tuple)) else [one] for one in arguments or []]
+    requests = arguments if isinstance(arguments, list) else []
+    return [list(one) if isinstance(one, (list, tuple)) else [one] for one in requests]
+
+
+def _number(name: str) -> int:
+    found = re.search(r"[0-9]+$", name)
+    return int(found[0]) if found else 0
 
 
 def _score(response: Any) -> float | None:
@@ -83,6 +90,7 @@ def _question(raw: dict[str, Any], requests: list[list[Any]]) -> str:
                 return _cut(doc[field], QUESTION_LENGTH) + _options(doc.get("choices"), requests)
     # the question is the end of the prompt; few-shot examples come before it
     prompt = str(requests[0][0]).strip() if requests and requests[0] else ""
+    prompt = prompt[-QUESTION_LENGTH - 1 :].encode("utf-8", "replace").decode("utf-8")
     return prompt if len(prompt) <= QUESTION_LENGTH else f"...{prompt[-QUESTION_LENGTH:]}"
 
 
@@ -95,5 +103,5 @@ def _options(texts: Any, requests: list[list[Any]]) -> str:
 
 
 def _cut(text: str, length: int) -> str:
-    text = text.strip()
+    text = text.strip()[: length + 1].encode("utf-8", "replace").decode("utf-8")  # half a pair is no text to write
     return text if len(text) <= length else f"{text[:length]}..."

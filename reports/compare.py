@@ -68,12 +68,17 @@ def compare(
     first = _one_model([one.baseline for one in pairs], "baseline")
     second = _one_model([one.candidate for one in pairs], "candidate")
     alpha, fail_alpha = (policy.alpha, policy.fail_alpha) if policy is not None else (ALPHA, FAIL_ALPHA)
+    costs = {
+        "baseline": _cost([one.baseline for one in pairs], first),
+        "candidate": _cost([one.candidate for one in pairs], first),
+    }
     noise = [_noise(one, ours[one.baseline.task], alpha) for one in pairs]
     shown = SHOWN_IN_ALL // len(pairs)
     rows = _with_degraded(
         [_task(one, alpha, fail_alpha, shown, floor) for one, floor in zip(pairs, noise, strict=True)]
     )
-    created, latest = now(), latest_time(record.created for one in pairs for record in (one.baseline, one.candidate))
+    created = now()
+    latest = latest_time([created, *(side.created for one in pairs for side in (one.baseline, one.candidate))])
     if policy is not None and policy.waivers:
         remember_time(latest)
     comparison = Comparison(
@@ -89,10 +94,7 @@ def compare(
         allowed=list(
             dict.fromkeys(f"{one.baseline.task}: {difference}" for one in pairs for difference in one.allowed)
         ),
-        costs={
-            "baseline": _cost([one.baseline for one in pairs], first),
-            "candidate": _cost([one.candidate for one in pairs], first),
-        },
+        costs=costs,
         packages={"baseline": pairs[0].baseline.packages, "candidate": pairs[0].candidate.packages},
         hardware={"baseline": pairs[0].baseline.hardware, "candidate": pairs[0].candidate.hardware},
         notes=_notes(pairs) + _clock_notes(created, latest),
@@ -197,9 +199,10 @@ def _task(pairs: Pairs, alpha: float, fail_alpha: float, shown: int, noise: Nois
     found, interval = None, None
     if not definition(pairs.metric, higher).crosses_zero:
         found, interval = recovery(pairs.baseline_values, pairs.candidate_values, higher_is_better=higher, alpha=alpha)
-    samples = max(part.repeats for part in record.fingerprint.subtasks.values())
+    repeats = {part.repeats for part in record.fingerprint.subtasks.values()}
+    samples = max(repeats)
     between = None
-    if samples > 1 and pairs.bounds == (0, 1):
+    if samples > 1 and len(repeats) == 1 and pairs.bounds == (0, 1):
         split = spread(pairs.baseline_values, pairs.candidate_values, samples)
         between = {"between": split.between, "within": split.within}
     return TaskResult(
@@ -309,11 +312,32 @@ def _task_notes(pairs: Pairs) -> list[str]:
     print_ = pairs.baseline.fingerprint
     if print_.limit is not None:
         notes.append(f"cut to the first {print_.limit} questions of each subtask")
+    if pairs.baseline.seal == "" or pairs.candidate.seal == "":
+        notes.append("a record is of a version that wrote no digests, so that a change of it would not be seen")
+    notes += _group_notes(pairs)
     if any(number > 1 for number in print_.bos_per_prompt):
         notes.append("some prompts begin with two BOS tokens, which lowers scores")
     for side, health in (("baseline", pairs.baseline.health), ("candidate", pairs.candidate.health)):
         notes += [f"{side}: {note}" for note in _health_notes(health)]
     return notes
+
+
+def _group_notes(pairs: Pairs) -> list[str]:
+    """A group's own figure where it is not the mean over questions that is judged here."""
+    found = []
+    for side, record, values in (
+        ("baseline", pairs.baseline, pairs.baseline_values),
+        ("candidate", pairs.candidate, pairs.candidate_values),
+    ):
+        for one in record.metrics:
+            if (one.subtask, one.metric, one.filter) != (record.task, pairs.metric, pairs.filter):
+                continue
+            if not abs(one.value - float(values.mean())) <= _TOLERANCE * max(1.0, abs(one.value)):
+                found.append(
+                    f"{side}: the task's own definition averages its subtasks otherwise, to {one.value:.4f}; here each "
+                    "question counts once"
+                )
+    return found
 
 
 def _health_notes(health: Health) -> Iterable[str]:
@@ -348,9 +372,12 @@ def _notes(pairs: list[Pairs]) -> list[str]:
 
 
 def _cost(records: list[EvaluationRecord], baseline: ModelSummary) -> Cost:
+    for record in records:
+        if not 0 <= record.seconds < math.inf:
+            raise UserError(f"the record of {record.task} says that it took {record.seconds} s", "evaluate again")
     seconds, tokens = sum(record.seconds for record in records), sum(record.tokens for record in records)
     return Cost(
-        bytes_share=records[0].model.bytes_on_disk / baseline.bytes_on_disk,
+        bytes_share=records[0].model.bytes_on_disk / baseline.bytes_on_disk if baseline.bytes_on_disk > 0 else None,
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds > 0 else None,

@@ -182,8 +182,8 @@ class PublishedTable(_Strict):
 class Cost(_Strict):
     """What one side weighs, and what its evaluation took on that side's hardware."""
 
-    bytes_share: float
-    """Size on disk over the baseline's."""
+    bytes_share: float | None
+    """Size on disk over the baseline's; None where that is not known."""
     tokens: int
     """Prompt tokens scored plus tokens generated, over all tasks."""
     seconds: float

@@ -15,6 +15,7 @@ SAME = "evaluate both sides with the same tasks and settings"
 _CONTENT = ("questions", "documents", "prompts", "targets")
 _EXCERPT = 160
 _DIFF_LINES = 40
+_COMPARED_LINES = 2000  # the time that a diff takes grows with the square of the lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,8 @@ def diff(baseline: str, candidate: str, what: str) -> str:
     """A unified diff of two texts, with at most _DIFF_LINES lines of at most _EXCERPT characters."""
     lines = list(
         difflib.unified_diff(
-            baseline.splitlines(),
-            candidate.splitlines(),
+            _printable(baseline),
+            _printable(candidate),
             f"baseline: {what}",
             f"candidate: {what}",
             n=2,
@@ -124,6 +125,12 @@ def diff(baseline: str, candidate: str, what: str) -> str:
     cut = [line if len(line) <= _EXCERPT else f"{line[:_EXCERPT]}..." for line in lines[:_DIFF_LINES]]
     left_out = len(lines) - len(cut)
     return "\n".join([*cut, *([f"... and {left_out} lines more"] if left_out else [])])
+
+
+def _printable(text: str) -> list[str]:
+    """The first lines, without what a terminal would obey."""
+    lines = text.splitlines()[:_COMPARED_LINES]
+    return ["".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line) for line in lines]
 
 
 def _part(raw: dict[str, Any], part: str) -> str:

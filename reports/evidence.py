@@ -13,6 +13,7 @@ from typing import Any
 from halfbyte.records.canary import CANARY_FILE, CanaryRecord, load_canary
 from halfbyte.records.errors import UserError
 from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
+from halfbyte.records.files import read_json
 from halfbyte.records.manifest import Manifest, load_manifest
 from halfbyte.records.record import ModelSummary, find_records, load_record
 from halfbyte.records.run import RunFolder
@@ -153,11 +154,14 @@ def _scales(stem: str) -> list[str]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(_HEADER_LENGTH))
-        if length > _LONGEST_HEADER:
-            raise UserError(f"{path} is no safetensors file", "export the checkpoint again")
-        found: dict[str, Any] = json.loads(file.read(length))
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(_HEADER_LENGTH))
+            found: Any = json.loads(file.read(length)) if length <= _LONGEST_HEADER else None
+    except (struct.error, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no safetensors file", "export the checkpoint again")
     return found
 
 
@@ -165,6 +169,6 @@ def _algorithm(checkpoint: Path) -> str | None:
     path = checkpoint / "hf_quant_config.json"
     if not path.is_file():
         return None
-    block = json.loads(path.read_text(encoding="utf-8")).get("quantization", {})
+    block = read_json(path).get("quantization", {})
     found = block.get("quant_algo")
     return None if found is None else str(found)

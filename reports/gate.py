@@ -15,7 +15,7 @@ from halfbyte.reports.comparison import (
 )
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.power import Spread, fewest_questions, questions_to_settle, samples_needed
-from halfbyte.reports.statistics import Interval, holm, wilson_interval
+from halfbyte.reports.statistics import NOISE, Interval, holm, wilson_interval
 from halfbyte.reports.verdict import PERPLEXITY, verdict
 from halfbyte.reports.waivers import refuse_unknown_tasks, sentences, waiver_of
 
@@ -38,9 +38,10 @@ def judge(comparison: Comparison, policy: Policy) -> Comparison:
     """The comparison with the policy's judgement of every task and the verdict.
 
     Raises:
-        UserError: when the policy does not apply: a limit it does not allow, primary tasks that were not evaluated,
-            a metric without a margin, perplexity without a fidelity record, a noise floor without a second baseline,
-            waivers of tasks that are not there, or intervals made for another error.
+        UserError: when both sides are one model, and when the policy does not apply: a limit it does not allow,
+            primary tasks that were not evaluated, a metric without a margin, perplexity without a fidelity record, a
+            noise floor without a second baseline, waivers of tasks that are not there, or intervals made for another
+            error.
     """
     _refuse_what_does_not_apply(comparison, policy)
     better = _better_beyond_chance(comparison, policy)
@@ -63,6 +64,7 @@ def judge(comparison: Comparison, policy: Policy) -> Comparison:
             "tasks": tasks,
             "fidelity": fidelity,
             "policy": policy,
+            "notes": comparison.notes + _unused_margins(comparison, policy),
             "waivers": sentences(policy, applied, comparison.candidate.digest, comparison.not_before),
         }
     )
@@ -92,6 +94,12 @@ def worst(words: list[Word]) -> Word:
 
 def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
     evaluated = [row.task for row in comparison.tasks]
+    if comparison.same_model:
+        raise UserError(
+            f"both sides are one model ({comparison.candidate.name}, {comparison.candidate.digest[:12]}), which loses "
+            "nothing against itself",
+            "name the candidate's records; `halfbyte compare` shows what two evaluations of one model differ by",
+        )
     if policy.primary != "all":
         missing = [task for task in policy.primary if task not in evaluated]
         if missing or not policy.primary:
@@ -111,7 +119,7 @@ def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
                     f"{alpha:g}",
                     "compare again with this policy",
                 )
-        if policy.noise_floor and policy.decides(row.task) and row.noise is None:
+        if policy.noise_floor is not None and policy.decides(row.task) and row.noise is None:
             raise UserError(
                 f"policy '{policy.name}' takes the noise floor for its margin, and the baseline was evaluated once on "
                 f"{row.task}",
@@ -122,6 +130,15 @@ def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
             f"policy '{policy.name}' decides on perplexity, and there is no fidelity record",
             "evaluate the candidate's fidelity against the baseline first",
         )
+
+
+def _unused_margins(comparison: Comparison, policy: Policy) -> list[str]:
+    """A margin by a name that nothing evaluated has may be a misspelling."""
+    used = {name for row in comparison.tasks for name in (row.task, row.metric)}
+    unused = sorted(policy.margins.keys() - used)
+    return [f"The policy's margins for {', '.join(unused)} were of no use: nothing of that name was evaluated."] * bool(
+        unused
+    )
 
 
 def _better_beyond_chance(comparison: Comparison, policy: Policy) -> set[str]:
@@ -156,7 +173,7 @@ def _judge_task(row: TaskResult, policy: Policy, *, better: bool) -> Judgement |
         margin=margin,
         primary=primary,
         verdict=word,
-        needed=questions_to_settle(row.result, margin, policy.alpha) if open_ else None,
+        needed=_more_questions(row, margin, policy) if open_ else None,
         samples_needed=_more_samples(row, margin, policy.alpha) if open_ else None,
         reason=reason,
     )
@@ -173,8 +190,8 @@ def _margin(row: TaskResult, policy: Policy, primary: bool) -> float | None:
         if primary:
             raise
         return None
-    if policy.noise_floor and row.noise is not None:
-        return max(margin, row.noise.largest)
+    if policy.noise_floor is not None and row.noise is not None:
+        return max(margin, min(row.noise.largest, policy.noise_floor * margin))
     return margin
 
 
@@ -232,7 +249,7 @@ def _by_ratio(row: TaskResult, policy: Policy) -> tuple[Word, str | None]:
                 f"{bounds[0]:g} to {bounds[1]:g} is tolerated"
             )
     low, high = (result.candidate, result.baseline) if row.higher_is_better else (result.baseline, result.candidate)
-    if low >= policy.ratio * high:
+    if low >= policy.ratio * high - NOISE:
         return "pass", None
     found = row.recovery_interval
     if found is None or found.high >= 100 * policy.ratio:
@@ -263,6 +280,11 @@ def _broken(row: TaskResult, policy: Policy) -> str | None:
 
 def _texts(row: TaskResult, health: Health) -> int:
     return health.samples or row.result.questions * row.samples
+
+
+def _more_questions(row: TaskResult, margin: float, policy: Policy) -> int | None:
+    width = 0.0 if row.bounds is None else row.bounds[1] - row.bounds[0]
+    return questions_to_settle(row.result, margin, policy.alpha, policy.fail_alpha, width=width)
 
 
 def _more_samples(row: TaskResult, margin: float, alpha: float) -> int | None:

@@ -18,6 +18,7 @@ from halfbyte.reports.statistics import (
     NoSpread,
     binomial_tail,
     cluster_error,
+    half_question_wider,
     mcnemar_p,
     paired,
     score_interval,
@@ -66,7 +67,8 @@ def paired_loss(
     """The loss of a candidate on the questions of its baseline, with its intervals.
 
     Outcomes of 0 and 1 get Tango's score interval, others between known bounds (such as means of k samples) the score
-    interval that extends it, and those of a metric without bounds the bootstrap over questions.
+    interval that extends it, both with half a question's correction at each end, and those of a metric without bounds
+    the bootstrap over questions.
 
     Args:
         baseline: One value a question, shape (n,).
@@ -92,10 +94,10 @@ def paired_loss(
     try:
         for error in (alpha, fail_alpha):
             if binary:
-                found.append(tango_interval(lost, gained, losses.size, error))
+                found.append(half_question_wider(tango_interval(lost, gained, losses.size, error), losses.size))
             elif bounds is not None:
                 width = bounds[1] - bounds[0]
-                one = score_interval(losses / width, error)
+                one = half_question_wider(score_interval(losses / width, error), losses.size)
                 found.append(Interval(width * one.low, width * one.high, one.level, one.method))
             else:
                 found.append(mean_interval(losses, error))

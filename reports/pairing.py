@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from halfbyte.records.errors import UserError
-from halfbyte.records.record import UNKNOWN, EvaluationRecord, load_record
+from halfbyte.records.record import UNKNOWN, EvaluationRecord, load_record, refuse_edited
 from halfbyte.records.samples import Line, scan_lines, whole_line
 from halfbyte.reports.answers import Answer, read_answer
 from halfbyte.reports.differences import (
@@ -78,6 +78,8 @@ def pair(baseline: Path, candidate: Path, allow: Collection[str] = (), allow_unk
         UserError: when questions are missing, extra or there twice, and when a value is missing, NaN or infinite.
     """
     first, second = load_record(baseline), load_record(candidate)
+    for folder in (baseline, candidate):
+        refuse_edited(folder)
     metric, filter_name, higher = _primary(first, baseline)
     if first.primary != second.primary or higher != _primary(second, candidate)[2]:
         raise UserError(
@@ -180,6 +182,7 @@ def _lines(folder: Path, record: EvaluationRecord) -> dict[Key, Line]:
             raise UserError(f"{_name(key)} is there twice in {folder}", "evaluate again")
         if line.filter == filter_name:
             _refuse_no_number(line, metric, folder)
+            _refuse_other_samples(line, record, folder)
             held[line.subtask] = held.get(line.subtask, 0) + 1
         found[key] = line
     for subtask, print_ in record.fingerprint.subtasks.items():
@@ -208,8 +211,18 @@ def _refuse_no_number(line: Line, metric: str, folder: Path) -> None:
             f"{_name(line.key)} in {folder} has no number for the metric {metric} (it has: {known})",
             "choose a metric that has one number a question",
         )
-    if not math.isfinite(value):
-        raise UserError(f"{metric} of {_name(line.key)} in {folder} is {value}", "evaluate again")
+    if not abs(value) <= sys.float_info.max:  # NaN, infinite, or an integer that no float can hold
+        raise UserError(f"{metric} of {_name(line.key)} in {folder} is {short(value)}", "evaluate again")
+
+
+def _refuse_other_samples(line: Line, record: EvaluationRecord, folder: Path) -> None:
+    """A question of which some samples are lost has a mean of others than its twin's."""
+    print_ = record.fingerprint.subtasks.get(line.subtask)
+    if print_ is not None and line.samples and line.samples != print_.repeats:
+        raise UserError(
+            f"{_name(line.key)} in {folder} has {line.samples} samples, and its record speaks of {print_.repeats}",
+            "samples were lost or added: evaluate again",
+        )
 
 
 def _refuse_unpaired(task: str, ours: dict[Key, Line], theirs: dict[Key, Line]) -> None:

@@ -19,6 +19,10 @@ Allowed = Literal[
 ]  # fmt: skip
 
 
+LARGEST_MARGIN = 0.25
+"""Of the distance between a metric's bounds; more is a misunderstanding, such as 1 for one point."""
+
+
 class Waiver(BaseModel):
     """A person's decision to let one task's verdict pass for a while; printed in every report."""
 
@@ -53,17 +57,18 @@ class Policy(BaseModel):
     rule: Literal["non-inferior", "ratio", "two-sided"] = "non-inferior"
     """non-inferior: the loss is proven below the margin. two-sided: and the gain as well. ratio: the candidate's score
     is at least `ratio` of the baseline's, as a point estimate."""
-    alpha: float = Field(default=0.05, gt=0, lt=0.5)
+    alpha: float = Field(default=0.05, gt=0, le=0.2)
     """Error of a pass: how often a loss as large as the margin passes."""
-    fail_alpha: float = Field(default=0.01, gt=0, lt=0.5)
+    fail_alpha: float = Field(default=0.01, gt=0, le=0.2)
     """Error of a fail: how often a loss no larger than the margin is called too large."""
     margin: PositiveFloat | None = None
     """Largest tolerable loss of a metric that is a share between 0 and 1; 0.01 is one point."""
     margins: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Other margins, by task or by metric, in the metric's own units."""
-    noise_floor: bool = False
-    """Whether a margin is widened to what two evaluations of the baseline itself differ by."""
-    ratio: float | None = Field(default=None, gt=0, le=1)
+    noise_floor: float | None = Field(default=None, ge=1)
+    """A margin is widened to what two evaluations of the baseline itself differ by, to at most so many times itself,
+    since few noisy questions differ by a lot and are no reason to tolerate as much; None where it stays as it is."""
+    ratio: float | None = Field(default=None, ge=0.5, le=1)
     """Smallest tolerable share of the baseline's score; of rule ratio."""
     length_ratio: tuple[float, float] | None = None
     """Bounds of the mean generated length over the baseline's."""
@@ -75,7 +80,7 @@ class Policy(BaseModel):
     """Settings in which the sides may differ; each difference is printed."""
     allow_unknown: list[Allowed] = Field(default_factory=list)
     """Settings that a server need not tell, such as the chat_template it applied; printed where it does not."""
-    perplexity_margin: PositiveFloat | None = None
+    perplexity_margin: float | None = Field(default=None, gt=0, lt=1)
     """Largest tolerable ratio of perplexities (candidate / baseline) minus 1; None when perplexity does not decide."""
     better_alpha: float | None = Field(default=0.001, gt=0, lt=0.5)
     """Error at which a candidate better than its baseline is an anomaly; None where it may be."""
@@ -102,15 +107,20 @@ class Policy(BaseModel):
             UserError: when none is named for a metric that is no share between 0 and 1.
         """
         named = self.margins.get(task, self.margins.get(metric))
-        if named is not None:
-            return named
-        if bounds != SHARE or self.margin is None:
-            scale = "has no bounds" if bounds is None else f"lies between {bounds[0]:g} and {bounds[1]:g}"
+        found = self.margin if named is None and bounds == SHARE else named
+        if found is not None and bounds is not None and found > LARGEST_MARGIN * (bounds[1] - bounds[0]):
             raise UserError(
-                f"policy '{self.name}' has no margin for {metric} of {task}, which {scale}",
-                f"name one in the policy: margins: {{{metric}: ...}}, in units of {metric}",
+                f"policy '{self.name}' tolerates a loss of {found:g} {metric} of {task}, which lies between "
+                f"{bounds[0]:g} and {bounds[1]:g}, so that it could not fail",
+                "margins are in the metric's own units: 0.01 is one point of 100",
             )
-        return self.margin
+        if found is not None:
+            return found
+        scale = "has no bounds" if bounds is None else f"lies between {bounds[0]:g} and {bounds[1]:g}"
+        raise UserError(
+            f"policy '{self.name}' has no margin for {metric} of {task}, which {scale}",
+            f"name one in the policy: margins: {{{metric}: ...}}, in units of {metric}",
+        )
 
     def decides(self, task: str) -> bool:
         """Whether the task is a primary one."""

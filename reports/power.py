@@ -1,7 +1,7 @@
 """How much evidence is enough: the losses that so many questions can show, and the questions that a margin needs.
 
-Normal approximations of the tests in statistics.py, as statsmodels' normal_power and normal_sample_size_one_tail, and
-never below what the score tests need where nothing flips.
+Normal approximations of the tests in statistics.py, as statsmodels' normal_power and normal_sample_size_one_tail, with
+the half question by which their intervals are corrected, and never below what they need where nothing flips.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from halfbyte.reports.loss import PairedLoss
-from halfbyte.reports.statistics import ALPHA, paired, tango_score, z_quantile
+from halfbyte.reports.statistics import ALPHA, FAIL_ALPHA, paired, tango_score, z_quantile
 
 POWER = 0.8
 _TOO_MANY = 1e9  # no evaluation will ever have as many questions
@@ -23,7 +23,7 @@ _TOO_MANY = 1e9  # no evaluation will ever have as many questions
 def fewest_questions(margin: float, alpha: float = ALPHA, width: float = 1.0) -> int:
     """The number of questions below which not even a candidate without a single flip passes.
 
-    Without flips the upper end of the score interval is z^2 / (n + z^2).
+    Without flips the upper end of the corrected score interval is z^2 / (n + z^2) + 1 / (2 n).
 
     Args:
         margin: The largest tolerable loss, in units of the metric.
@@ -35,7 +35,8 @@ def fewest_questions(margin: float, alpha: float = ALPHA, width: float = 1.0) ->
         raise ValueError(f"a margin must be positive, got {margin}")
     if share >= 1:
         return 1
-    return math.floor(z * z * (1 - share) / share) + 1
+    half = (z * z * (1 - share) + 0.5) / 2  # the root of share n^2 - 2 half n - z^2 / 2, which is where they are equal
+    return math.floor((half + math.sqrt(half * half + share * z * z / 2)) / share) + 1
 
 
 def flip_deviation(lost: float, gained: float) -> float:
@@ -51,19 +52,21 @@ def chance_to_pass(
     """The probability that a candidate with this true loss is proven to lose less than `margin`."""
     if questions < fewest_questions(margin, alpha, width):
         return 0.0
+    room = margin - loss - width / (2 * questions)
     if deviation == 0:
-        return float(loss < margin)
-    return float(special.ndtr((margin - loss) * math.sqrt(questions) / deviation - z_quantile(alpha)))
+        return float(room > 0)
+    return float(special.ndtr(room * math.sqrt(questions) / deviation - z_quantile(alpha)))
 
 
 def detectable_loss(deviation: float, questions: float, alpha: float = ALPHA, power: float = POWER) -> float:
     """The minimum detectable loss: the smallest true loss that so many questions prove with probability `power`.
 
-    It is also the smallest margin that a candidate which lost nothing passes with that probability. Never below
-    z^2 / (n + z^2), the upper end of the score interval without flips.
+    It is also the smallest margin that a candidate which lost nothing passes with that probability. Never below the
+    upper end of the interval without flips.
     """
     z = z_quantile(alpha)
-    return max((z + float(special.ndtri(power))) * deviation / math.sqrt(questions), z * z / (questions + z * z))
+    seen = max((z + float(special.ndtri(power))) * deviation / math.sqrt(questions), z * z / (questions + z * z))
+    return seen + 0.5 / questions
 
 
 def questions_needed(
@@ -72,29 +75,52 @@ def questions_needed(
     """How many questions tell a loss at `distance` from the margin apart from it; None when no number would."""
     if not distance > 0:
         return None
-    z = z_quantile(alpha) + float(special.ndtri(power))
-    needed = max((z * deviation / distance) ** 2, fewest_questions(margin, alpha, width))
+    needed = max(_questions(deviation, distance, alpha, power, width), fewest_questions(margin, alpha, width))
     return math.ceil(needed) if needed <= _TOO_MANY else None
 
 
-def questions_to_settle(loss: PairedLoss, margin: float, alpha: float = ALPHA, power: float = POWER) -> int | None:
+def _questions(deviation: float, distance: float, alpha: float, power: float, width: float) -> float:
+    """The n with z deviation / sqrt(n) + width / (2 n) = distance, where z is that of both errors."""
+    z = z_quantile(alpha) + float(special.ndtri(power))
+    root = (z * deviation + math.sqrt((z * deviation) ** 2 + 2 * width * distance)) / (2 * distance)
+    return root * root
+
+
+def questions_to_settle(
+    loss: PairedLoss,
+    margin: float,
+    alpha: float = ALPHA,
+    fail_alpha: float = FAIL_ALPHA,
+    power: float = POWER,
+    width: float = 1.0,
+) -> int | None:
     """How many questions would turn an inconclusive loss into a verdict, with probability `power`.
 
-    Takes the measured loss and spread as the truth: n = ((z_alpha + z_power) deviation / (margin - loss))^2, and for
-    0/1 outcomes at least as many as Tango's interval needs at the same rates of lost and gained. None when no number
-    would (the loss lies on the margin) or nothing is known of the spread.
+    Takes the measured loss and spread as the truth, and for 0/1 outcomes at least as many as Tango's interval needs at
+    the same rates of lost and gained. None when no number would (the loss lies on the margin) or nothing is known of
+    the spread.
+
+    Args:
+        loss: As measured.
+        margin: The largest tolerable loss, in units of the metric.
+        alpha: The error of a pass, which a loss below the margin is on the way to.
+        fail_alpha: The error of a fail, for a loss above it.
+        power: The probability that the verdict then comes.
+        width: The distance between the metric's bounds; 0 where it has none.
     """
     distance = abs(margin - loss.loss)
-    z = z_quantile(alpha)
     if distance == 0 or (loss.deviation == 0 and loss.mcnemar_p is None):
         return None
-    needed = ((z + float(special.ndtri(power))) * loss.deviation / distance) ** 2
+    passes = loss.loss < margin
+    error = alpha if passes else fail_alpha
+    needed = _questions(loss.deviation, distance, error, power, width)
     if loss.mcnemar_p is not None:
         rates = loss.lost / loss.questions, loss.gained / loss.questions
-        sign = 1 if loss.loss < margin else -1
+        sign, z = (1 if passes else -1), z_quantile(error)
 
         def undecided(n: float) -> bool:
-            return sign * float(tango_score(rates[0] * n, rates[1] * n, n, margin)) > -z
+            tested = min(max(margin - sign * 0.5 / n, -1.0), 1.0)
+            return sign * float(tango_score(rates[0] * n, rates[1] * n, n, tested)) > -z
 
         while undecided(max(needed, 1.0)):
             needed = 1.1 * max(needed, 1.0)
@@ -149,7 +175,7 @@ def samples_needed(
     if not distance > 0 or questions < fewest_questions(margin, alpha):
         return None
     z = z_quantile(alpha) + float(special.ndtri(power))
-    room = questions * (distance / z) ** 2 - found.between
+    room = questions * (max(distance - 0.5 / questions, 0.0) / z) ** 2 - found.between
     if room <= 0:
         return None
     return max(1, math.ceil(found.within / room))

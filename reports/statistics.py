@@ -172,6 +172,17 @@ def _inverted(score: Callable[[Array], Array], loss: float, alpha: float, method
     return Interval(float(inner[0]), float(inner[1]), 1 - 2 * alpha, method)
 
 
+def half_question_wider(found: Interval, questions: int) -> Interval:
+    """A score interval of losses between -1 and 1 with half a question more at each end: a continuity correction.
+
+    Counts of questions jump by one, and a score test without the correction passes a loss as large as the margin in up
+    to 7 % of cases where 5 % are promised; with it never in more than 5 % (reports/CALIBRATION.md). The margin is
+    tested at half a question less, which is the interval with its end half a question further out.
+    """
+    half = 0.5 / questions
+    return Interval(max(-1.0, found.low - half), min(1.0, found.high + half), found.level, f"{found.method}, corrected")
+
+
 def t_interval(losses: ArrayLike, alpha: float = ALPHA, questions: Sequence[Hashable] | None = None) -> Interval:
     """Student's t interval for a mean loss; with `questions`, cluster-robust over the samples of each question.
 

@@ -23,8 +23,6 @@ def verdict(comparison: Comparison, policy: Policy, word: Word) -> Verdict:
         step = "Do not release it and believe no score of it. Verify the checkpoint (halfbyte verify) and export again."
     else:
         decided_by, sentence, step = _decided(comparison, policy, word, label)
-    if comparison.same_model:
-        step = "Both sides are the same model, so this shows the noise floor: compare a candidate next."
     return Verdict(
         verdict=word,
         exit_code=EXIT_CODES[word],

@@ -8,20 +8,25 @@ from datetime import UTC, date, datetime
 from halfbyte.records.digests import cache_folder
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import write_text
-from halfbyte.records.manifest import now
 from halfbyte.reports.policy import Policy, Waiver
 
 MARK = "latest-time"
 
 
 def latest_time(times: Iterable[str]) -> str:
-    """The latest of the clock, of `times`, and of all times that this function has seen on this machine; ISO 8601.
+    """The latest of `times`, the clock's among them, and of all that this machine has remembered; ISO 8601.
 
     A clock that was moved back is so of no use for reviving a waiver: the records know when they were made, and the
     cache folder knows when the gate was last asked.
+
+    Raises:
+        UserError: when one of `times` is none.
     """
     mark = cache_folder() / MARK
-    seen = [_time(text) for text in (now(), *times)]
+    try:
+        seen = [_time(text) for text in times]
+    except ValueError as error:
+        raise UserError(f"a record says of when it was made what is no time: {error}", "evaluate again") from None
     try:
         seen.append(_time(mark.read_text(encoding="ascii").strip()))
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):

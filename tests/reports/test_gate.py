@@ -173,12 +173,14 @@ def test_values_without_spread_are_inconclusive_and_say_why(tmp_path: Path) -> N
     assert "no spread" in found.verdict.sentence
 
 
-def test_the_same_model_on_both_sides_is_said_to_be_the_noise_floor(tmp_path: Path) -> None:
+def test_a_model_is_compared_with_itself_for_the_noise_floor_and_not_judged(tmp_path: Path) -> None:
+    """Naming the baseline's folder twice would pass any gate."""
     write_record(tmp_path / "b", [1.0, 0.0] * 400)
-    found = compare(tmp_path / "b", tmp_path / "b", RELEASE)
+    found = compare(tmp_path / "b", tmp_path / "b")
     assert found.same_model
-    assert found.verdict is not None
-    assert "noise floor" in found.verdict.next_step
+    assert "noise floor" in found.notes[0]
+    with pytest.raises(UserError, match="both sides are one model"):
+        compare(tmp_path / "b", tmp_path / "b", RELEASE)
 
 
 def test_a_policy_of_another_alpha_needs_another_comparison(tmp_path: Path) -> None:

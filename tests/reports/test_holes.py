@@ -231,7 +231,6 @@ def test_a_clock_moved_back_on_a_waiver(tmp_path: Path, monkeypatch: pytest.Monk
     """Records are of 2026-11-01; a clock set to March does not revive a waiver that ended in June."""
     folders = with_another_task(tmp_path)
     assert verdict(compare(*folders, waived("2099-12-31"))) == "pass"
-    monkeypatch.setattr("halfbyte.reports.waivers.now", lambda: "2026-03-01T00:00:00+00:00")
     monkeypatch.setattr("halfbyte.reports.compare.now", lambda: "2026-03-01T00:00:00+00:00")
     found = compare(*folders, waived("2026-06-30"))
     assert verdict(found) == "fail"
@@ -243,9 +242,9 @@ def test_a_clock_moved_back_behind_an_earlier_gate(tmp_path: Path, monkeypatch: 
     """The records are older than the waiver's end, but a gate was asked after it."""
     folders = with_another_task(tmp_path)
     later, back = (datetime(2026, 12, 20, tzinfo=UTC) + timedelta(days=days) for days in (0, -30))
-    monkeypatch.setattr("halfbyte.reports.waivers.now", lambda: later.isoformat())
+    monkeypatch.setattr("halfbyte.reports.compare.now", lambda: later.isoformat())
     assert verdict(compare(*folders, waived("2026-12-01"))) == "fail"
-    monkeypatch.setattr("halfbyte.reports.waivers.now", lambda: back.isoformat())
+    monkeypatch.setattr("halfbyte.reports.compare.now", lambda: back.isoformat())
     assert verdict(compare(*folders, waived("2026-12-01"))) == "fail"
 
 

@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from halfbyte.reports.loss import paired_loss
+from halfbyte.reports.statistics import tango_interval
 
 SHARE = (0.0, 1.0)
 
@@ -22,11 +23,13 @@ def test_outcomes_of_0_and_1_get_tango_and_mcnemar_and_others_between_bounds_the
     binary = paired_loss([1, 1, 0, 1], [1, 0, 0, 1], higher_is_better=True, bounds=SHARE)
     assert binary.interval is not None
     assert binary.wide is not None
-    assert (binary.interval.method, binary.mcnemar_p) == ("Tango score", 1.0)
+    assert (binary.interval.method, binary.mcnemar_p) == ("Tango score, corrected", 1.0)
+    plain = tango_interval(1, 0, 4)
+    assert (binary.interval.low, binary.interval.high) == (plain.low - 1 / 8, plain.high + 1 / 8)
     assert binary.wide.low < binary.interval.low
     means = paired_loss([1, 0.5, 0, 1], [1, 0.25, 0, 1], higher_is_better=True, bounds=SHARE)
     assert means.interval is not None
-    assert (means.interval.method, means.mcnemar_p) == ("score over questions", None)
+    assert (means.interval.method, means.mcnemar_p) == ("score over questions, corrected", None)
 
 
 def test_bounds_scale_the_score_interval() -> None:

@@ -264,8 +264,14 @@ def test_lengths_of_generated_texts_are_counted_over_all_samples(tmp_path: Path)
     def generated(tokens: list[int | None]) -> Edit:
         return lambda lines: [line | {"generated": [{"tokens": count} for count in tokens]} for line in lines]
 
-    assert both(tmp_path, {"edit": generated([10, 20])}, {"edit": generated([30, 31])}).lengths == (15.0, 30.5)
-    assert both(tmp_path, {"edit": generated([10, None])}, {"edit": generated([30, 31])}).lengths == (None, 30.5)
+    def lengths(ours: list[int | None], theirs: list[int | None]) -> tuple[float | None, float | None]:
+        sides = ({"edit": generated(tokens), "subtask": {"repeats": 2}} for tokens in (ours, theirs))
+        return both(tmp_path, next(sides), next(sides)).lengths
+
+    assert lengths([10, 20], [30, 31]) == (15.0, 30.5)
+    assert lengths([10, None], [30, 31]) == (None, 30.5)
+    with pytest.raises(UserError, match="has 3 samples, and its record speaks of 2"):
+        lengths([10, 20], [30, 31, 32])
 
 
 def test_a_line_whose_texts_hold_our_own_keys_is_read_whole(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ def test_what_is_no_task_is_refused(text: str, message: str) -> None:
 
 def test_gsm8k_alone_cannot_certify_one_point_unless_few_answers_flip() -> None:
     task = PlannedTask("gsm8k", 1319)
-    assert outlook(task, 0.02, RELEASE).passes == pytest.approx(0.82, abs=0.01)
-    assert outlook(task, 0.05, RELEASE).passes == pytest.approx(0.49, abs=0.01)
-    assert outlook(task, 0.05, RELEASE).needed == pytest.approx(3092, abs=3)
+    assert outlook(task, 0.02, RELEASE).passes == pytest.approx(0.796, abs=0.01)
+    assert outlook(task, 0.05, RELEASE).passes == pytest.approx(0.466, abs=0.01)
+    assert outlook(task, 0.05, RELEASE).needed == pytest.approx(3191, abs=3)
 
 
 def test_thirty_questions_cannot_certify_one_point_however_often_they_are_asked() -> None:

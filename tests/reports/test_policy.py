@@ -47,7 +47,7 @@ def test_a_policy_is_found_by_path(tmp_path: Path) -> None:
         ("margin: 0.01", "margin: -0.01", "margin: Input should be greater than 0"),
         ("margin: 0.01", "margin: .nan", "margin: "),
         ("margin: 0.01", "margin: .inf", "margin: "),
-        ("alpha: 0.05", "alpha: 0.7", "alpha: Input should be less than 0.5"),
+        ("alpha: 0.05", "alpha: 0.7", "alpha: Input should be less than or equal to 0.2"),
         ("primary: all", "primary: [", "is not YAML"),
     ],
 )

@@ -19,9 +19,13 @@ from halfbyte.reports.power import (
     samples_needed,
     spread,
 )
-from halfbyte.reports.statistics import score_interval, tango_interval
+from halfbyte.reports.statistics import Interval, half_question_wider, score_interval, tango_interval
 
 SHARE = (0.0, 1.0)
+
+
+def gate_interval(lost: int, gained: int, questions: int) -> Interval:
+    return half_question_wider(tango_interval(lost, gained, questions), questions)
 
 
 def loss_of(baseline: list[float], candidate: list[float]) -> PairedLoss:
@@ -31,7 +35,7 @@ def loss_of(baseline: list[float], candidate: list[float]) -> PairedLoss:
 @pytest.mark.parametrize("margin", [0.002, 0.01, 0.02, 0.05, 0.3])
 def test_the_fewest_questions_are_those_at_which_no_flip_passes(margin: float) -> None:
     fewest = fewest_questions(margin)
-    assert tango_interval(0, 0, fewest).high < margin <= tango_interval(0, 0, fewest - 1).high
+    assert gate_interval(0, 0, fewest).high < margin <= gate_interval(0, 0, fewest - 1).high
     assert fewest_questions(100 * margin, width=100) == fewest
     assert fewest_questions(2.0) == 1
     with pytest.raises(ValueError, match="positive"):
@@ -42,7 +46,7 @@ def test_the_fewest_questions_are_those_at_which_no_flip_passes(margin: float) -
 def test_the_chance_to_pass_agrees_with_statsmodels(loss: float, lost: float, gained: float, n: int) -> None:
     power = pytest.importorskip("statsmodels.stats.power")
     deviation = flip_deviation(lost, gained)
-    expected = power.normal_power(0.01 - loss, n, 0.05, alternative="larger", sigma=deviation)
+    expected = power.normal_power(0.01 - loss - 0.5 / n, n, 0.05, alternative="larger", sigma=deviation)
     assert chance_to_pass(loss, deviation, n, 0.01) == pytest.approx(expected, abs=1e-9)
 
 
@@ -50,7 +54,7 @@ def test_the_chance_to_pass_is_that_of_the_test() -> None:
     rng = np.random.default_rng(11)
     drawn = rng.multinomial(1319, [0.015, 0.015, 0.97], size=3000)
     tables, counts = np.unique(drawn[:, :2], axis=0, return_counts=True)
-    passes = [tango_interval(int(lost), int(gained), 1319).high < 0.01 for lost, gained in tables]
+    passes = [gate_interval(int(lost), int(gained), 1319).high < 0.01 for lost, gained in tables]
     assert float(np.dot(passes, counts)) / 3000 == pytest.approx(
         chance_to_pass(0.0, flip_deviation(0.015, 0.015), 1319, 0.01), abs=0.04
     )
@@ -61,11 +65,12 @@ def test_the_chance_to_pass_is_that_of_the_test() -> None:
 
 def test_the_questions_needed_agree_with_statsmodels_sample_size() -> None:
     power = pytest.importorskip("statsmodels.stats.power")
-    expected = power.normal_sample_size_one_tail(0.01, 0.8, 0.05, std_null=math.sqrt(0.05))
-    assert questions_needed(math.sqrt(0.05), 0.01, 0.01) == math.ceil(expected)
+    needed = questions_needed(math.sqrt(0.05), 0.01, 0.01)
+    assert needed is not None
+    expected = power.normal_sample_size_one_tail(0.01 - 0.5 / needed, 0.8, 0.05, std_null=math.sqrt(0.05))
+    assert needed == pytest.approx(expected, abs=1)
     found = questions_to_settle(loss_of([1.0] * 25 + [0.0] * 25 + [1.0] * 950, [0.0] * 25 + [1.0] * 975), 0.01)
-    assert found == math.ceil(expected)
-    assert found == pytest.approx(3093, abs=3)  # by the t distribution
+    assert found == needed
     assert questions_needed(0.3, 0.0, 0.01) is None
     assert questions_needed(0.0, 0.01, 0.01) == fewest_questions(0.01)
 
@@ -75,14 +80,25 @@ def test_the_detectable_loss_is_what_the_questions_needed_turn_around() -> None:
     needed = questions_needed(deviation, 0.013, 0.013)
     assert needed is not None
     assert detectable_loss(deviation, needed) == pytest.approx(0.013, rel=1e-3)
-    assert detectable_loss(0.0, 200) == pytest.approx(tango_interval(0, 0, 200).high, abs=1e-12)
+    assert detectable_loss(0.0, 200) == pytest.approx(gate_interval(0, 0, 200).high, abs=1e-12)
 
 
 def test_the_questions_needed_do_settle_it() -> None:
     needed = questions_to_settle(loss_of([1.0] * 100, [1.0] * 100), margin=0.01)
     assert needed is not None
-    assert tango_interval(0, 0, needed).high < 0.01
-    assert tango_interval(0, 0, needed // 2).high > 0.01
+    assert gate_interval(0, 0, needed).high < 0.01
+    assert gate_interval(0, 0, needed // 2).high > 0.01
+
+
+def test_a_loss_above_the_margin_needs_as_many_questions_as_its_fail_does() -> None:
+    """The error of a fail is smaller than that of a pass."""
+    loss = loss_of([1.0] * 20 + [0.0] * 5 + [1.0] * 475, [0.0] * 20 + [1.0] * 480)
+    needed = questions_to_settle(loss, margin=0.01)
+    assert needed is not None
+    rates = np.array([20, 5]) / 500
+    at = half_question_wider(tango_interval(*(rates * needed), needed, alpha=0.01), needed)
+    assert at.low > 0.01
+    assert needed > 1.3 * (questions_to_settle(loss, margin=0.01, fail_alpha=0.05) or 0)
 
 
 def test_no_number_of_questions_settles_a_loss_on_the_margin() -> None:
@@ -128,5 +144,5 @@ def test_the_samples_needed_do_settle_it() -> None:
     passed = 0
     for _ in range(60):
         first, second = (rng.binomial(needed, p) / needed for _ in range(2))
-        passed += score_interval(first - second).high < 0.03
+        passed += half_question_wider(score_interval(first - second), 500).high < 0.03
     assert passed / 60 > 0.65

@@ -159,7 +159,7 @@ def test_text_and_markdown_hold_the_table_of_all_models_and_both_verdicts(compar
     for text in (render_text(comparisons), render_markdown(comparisons)):
         assert re.search(r"BF16 \(baseline\)\W+0\.5156", text)
         assert re.search(r"NVFP4\W+0\.4609", text)
-        assert "0.0408 to 0.0688" in text
+        assert "0.0406 to 0.0690" in text
         assert "FAIL: NVFP4" in text
         assert "INCONCLUSIVE: FP8" in text
         assert "3 prompts were cut to fit" in text
@@ -201,7 +201,7 @@ def test_junit_counts_failures_and_open_tasks(comparisons: list[Comparison]) -> 
     assert (first.get("failures"), first.get("errors")) == ("0", "2")
     failure = second.find("testcase[@name='arc_easy']/failure")
     assert failure is not None
-    assert "loss 0.0547, interval 0.0408 to 0.0688, margin 0.0100" in (failure.get("message") or "")
+    assert "loss 0.0547, interval 0.0406 to 0.0690, margin 0.0100" in (failure.get("message") or "")
 
 
 def test_an_advisory_task_that_fails_is_skipped_in_junit_and_bracketed_in_the_table(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_waiver_that_does_not_hold_is_printed_too(tmp_path: Path, changes: dic
 def test_a_waiver_holds_on_its_last_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = good_and_bad(tmp_path)
     for time, expected in (("2026-11-30T23:59:59+00:00", "pass"), ("2026-12-01T00:00:00+00:00", "fail")):
-        monkeypatch.setattr("halfbyte.reports.waivers.now", lambda time=time: time)
+        monkeypatch.setattr("halfbyte.reports.compare.now", lambda time=time: time)
         assert word(compare(*folders, release(waivers=[WAIVER | {"expires": "2026-11-30"}]))) == expected
 
 
@@ -293,7 +293,7 @@ def test_samples_of_a_question_are_judged_over_questions_and_more_samples_are_as
     row = found.tasks[0]
     assert row.samples == 4
     assert row.result.interval is not None
-    assert row.result.interval.method == "score over questions"
+    assert row.result.interval.method == "score over questions, corrected"
     assert word(found) == "inconclusive"
     assert row.judgement is not None
     assert row.judgement.samples_needed is not None
