@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
 
 if TYPE_CHECKING:
     from halfbyte.reports.comparison import Comparison
+    from halfbyte.reports.policy import Policy
+
+logger = logging.getLogger(__name__)
 
 
 def run(args: Namespace) -> int:
@@ -45,3 +50,28 @@ def rendered(comparisons: Sequence[Comparison], style: str) -> str:
     from halfbyte.reports.text import render_markdown, render_text
 
     return {"text": render_text, "markdown": render_markdown}[style](comparisons)
+
+
+def can_judge(policy: Policy, limits: Mapping[str, int | None]) -> bool:
+    """Whether a policy can judge tasks that are cut to some questions; where it cannot, a warning says why.
+
+    Args:
+        policy: The policy.
+        limits: The limit of each task; None for all its questions.
+    """
+    for task, limit in limits.items():
+        try:
+            if policy.decides(task):
+                policy.refuse_limit(task, limit)
+        except UserError as refusal:
+            logger.warning("%s; the sides are compared without a verdict", refusal.message)
+            return False
+    return True
+
+
+def exit_code(comparisons: Sequence[Comparison]) -> int:
+    """That of the worst verdict; what was not judged is no pass."""
+    from halfbyte.reports.comparison import EXIT_CODES
+    from halfbyte.reports.gate import worst
+
+    return EXIT_CODES[worst([one.verdict.verdict if one.verdict else "inconclusive" for one in comparisons])]

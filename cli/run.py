@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfbyte.compare import can_judge, exit_code, rendered
 from halfbyte.recipes.find import load_recipe, with_limit
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps, read_json, write_json
@@ -72,14 +73,7 @@ def _policy_that_applies(recipe: Recipe) -> Policy | None:
     from halfbyte.reports.policy import load_policy
 
     policy = load_policy(recipe.gate.policy)
-    for spec in recipe.evaluate.tasks:
-        try:
-            if policy.decides(spec.task):
-                policy.refuse_limit(spec.task, spec.limit)
-        except UserError as refusal:
-            logger.warning("%s: %s; the sides are compared without a verdict", recipe.name, refusal.message)
-            return None
-    return policy
+    return policy if can_judge(policy, {spec.task: spec.limit for spec in recipe.evaluate.tasks}) else None
 
 
 def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace) -> Comparison:
@@ -171,9 +165,6 @@ def _say(args: Namespace, recipe: Recipe, stage: str, what: str) -> None:
 
 
 def _conclude(comparisons: list[Comparison], args: Namespace) -> int:
-    from halfbyte.reports.comparison import EXIT_CODES, ComparisonFile
-    from halfbyte.reports.gate import worst
-    from halfbyte.reports.text import render_text
     from halfbyte.reports.write import write_reports
 
     report: Path = args.output / comparisons[0].candidate.name / "report.html"
@@ -181,9 +172,8 @@ def _conclude(comparisons: list[Comparison], args: Namespace) -> int:
         write_reports(comparisons, args.output / "report")
         report = args.output / "report" / "report.html"
     if args.json:
-        print(dumps(ComparisonFile(comparisons=comparisons).model_dump(mode="json")), end="")
+        print(rendered(comparisons, "json"), end="")
     else:
-        print(render_text(comparisons))
+        print(rendered(comparisons, "text"))
         print(f"report: {report}")
-    # What was not judged is no pass.
-    return EXIT_CODES[worst([one.verdict.verdict if one.verdict else "inconclusive" for one in comparisons])]
+    return exit_code(comparisons)
