@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 NO_ANSWER = "[no answer]"
 """Stands for the answer in a sample line where none was found; a wrong answer stands there itself."""
 
+ANNOUNCEMENTS, LONGEST = 100, 2000
+"""The last "the answer is" that are looked at, and characters behind each: a model that repeats itself announces ten
+thousand answers in one line."""
+
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w\\-])")
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\w")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ANNOUNCED = re.compile(
     r"(?:\banswer\s*(?:is|was|:|=)|\banswer\s*\*\*\s*:|"
     r"答案\s*(?:是|为|為|：|:)|答え\s*(?:は|：|:)|답은|답\s*:|"
@@ -27,37 +33,56 @@ _THINKING = re.compile(r"</?think(?:ing)?>")
 
 def boxed(text: str) -> str | None:
     r"""What is in the last \boxed{...} that is closed, boxes inside it opened; None where there is none."""
+    ends = _closing_braces(text)
     found = None
     end = 0
     for match in _BOX.finditer(text):
-        content = _braced(text, match.end()) if match.start() >= end else None
-        if content is not None and content.strip():
+        content = _content(text, match.end(), ends) if match.start() >= end else None
+        if content is not None and text[content].strip():
             found = content
-            end = match.end() + len(content)
-    while found is not None and (inner := _BOX.search(found)) is not None:
-        content = _braced(found, inner.end())
+            end = content.stop
+    return None if found is None else _opened(text[found]).strip()
+
+
+def _opened(text: str) -> str:
+    """A text without the boxes around parts of it."""
+    ends = _closing_braces(text)
+    left_out: list[slice] = []
+    for match in _BOX.finditer(text):
+        content = _content(text, match.end(), ends)
         if content is None:
             break
-        found = found[: inner.start()] + content + found[inner.end() + len(content) + 2 * (found[inner.end()] == "{") :]
-    return None if found is None else found.strip()
+        left_out.append(slice(match.start(), content.start))
+        if text[content.stop : content.stop + 1] == "}" and content.start > match.end():
+            left_out.append(slice(content.stop, content.stop + 1))
+    kept, at = [], 0
+    for part in sorted(left_out, key=lambda part: part.start):
+        kept.append(text[at : part.start])
+        at = part.stop
+    return "".join([*kept, text[at:]])
 
 
-def _braced(text: str, start: int) -> str | None:
-    """The balanced braces at `start`, or TeX's one token where there is no brace; None where they do not close."""
-    if text[start : start + 1] != "{":
-        token = re.match(r"\\[a-zA-Z]+|\w", text[start:])
-        return token.group() if token else None
-    depth = 0
-    at = start
-    while at < len(text):
-        if text[at] == "\\":
-            at += 2  # \{ and \} are braces that are printed
-            continue
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        if depth == 0:
-            return text[start + 1 : at]
-        at += 1
-    return None
+def _content(text: str, start: int, ends: dict[int, int]) -> slice | None:
+    """What the braces at `start` hold, or TeX's one token where there is no brace; None where they do not close."""
+    if text[start : start + 1] == "{":
+        return slice(start + 1, ends[start]) if start in ends else None
+    token = _TOKEN.match(text, start)
+    return slice(*token.span()) if token else None
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    r"""Where each brace that is closed is closed; \{ and \} are braces that are printed.
+
+    All at once: a model that repeats itself opens ten thousand boxes and closes none.
+    """
+    ends: dict[int, int] = {}
+    open_ones: list[int] = []
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            open_ones.append(match.start())
+        elif match.group() == "}" and open_ones:
+            ends[open_ones.pop()] = match.start()
+    return ends
 
 
 def mathematical(text: str) -> str | None:
@@ -89,13 +114,18 @@ def _without_thinking(text: str) -> tuple[str, bool, str]:
 
 
 def _after_announcement(text: str) -> str | None:
-    for match in reversed(list(_ANNOUNCED.finditer(text))):
-        rest = text[match.end() :].lstrip(" *_:\n")
+    for rest in _announced(text):
         line = rest.split("\n", 1)[0] if not rest.startswith(("$$", "\\[")) else rest
         found = _first_mathematics(line) or _bare(line.split(". ")[0])
         if found is not None:
             return found
     return None
+
+
+def _announced(text: str) -> Iterator[str]:
+    """What follows "the answer is", the last first."""
+    for match in reversed(list(_ANNOUNCED.finditer(text))[-ANNOUNCEMENTS:]):
+        yield text[match.end() : match.end() + LONGEST].lstrip(" *_:\n")
 
 
 def _first_mathematics(line: str) -> str | None:
@@ -167,8 +197,8 @@ def letter(text: str, choices: Sequence[str]) -> str | None:
         return _as_letter(found, choices)
     if thought and not ended:
         return None
-    for match in reversed(list(_ANNOUNCED.finditer(said))):
-        named = _as_letter(said[match.end() :].lstrip(" *_:\n").split("\n", 1)[0], choices)
+    for rest in _announced(said):
+        named = _as_letter(rest.split("\n", 1)[0], choices)
         if named is not None:
             return named
     lines = said.strip().split("\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from halfbyte.eval.answers import boxed, gsm8k, letter, mathematical
@@ -71,6 +73,15 @@ def test_without_a_box_an_announced_answer_counts_or_a_last_line_of_mathematics(
 )
 def test_a_text_without_an_answer_has_none(text: str) -> None:
     assert mathematical(text) is None
+
+
+@pytest.mark.parametrize("text", ["\\boxed{", "the answer is ", "answer is (", "answer: $", "\\text{"])
+def test_a_text_that_repeats_itself_for_ever_is_read_at_once(text: str) -> None:
+    start = time.monotonic()
+    assert "7" not in (mathematical(text * 10_000) or "")
+    assert letter(text * 10_000, ["a", "b"]) is None
+    assert mathematical("\\boxed{" * 2_000 + "7" + "}" * 2_000) == "7"
+    assert time.monotonic() - start < 5  # seconds; read once for each box it took minutes
 
 
 def test_what_is_said_after_thinking_goes_before_what_was_thought() -> None:
