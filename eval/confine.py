@@ -28,7 +28,7 @@ _SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "dup2": (33, None), "dup3": (292, 24), "fcntl": (72, 25), "flock": (73, 32), "fsync": (74, 82),
     "fdatasync": (75, 83), "ftruncate": (77, 46), "getdents": (78, None), "getdents64": (217, 61), "getcwd": (79, 17),
     "chdir": (80, 49), "fchdir": (81, 50), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276),
-    "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35),
+    "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35),
     "readlink": (89, None), "readlinkat": (267, 78), "umask": (95, 166), "fadvise64": (221, 223),
     "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
     "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getitimer": (36, 102),
@@ -48,7 +48,7 @@ _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column ab
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
 _READ = 1 << 0 | 1 << 2 | 1 << 3  # execute (to map a library), read a file, read a folder
 _FILE_RIGHTS = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14
-_FOLDER_RIGHTS = _READ | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 14  # write, remove, make, truncate
+_FOLDER_RIGHTS = _READ | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 14  # write, remove, make a file, truncate
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # bits that Landlock knows, by its version; from 5 on 16
 _CLONE_THREAD = 0x10000
 _TCGETS, _FIONCLEX, _FIOCLEX = 0x5401, 0x5450, 0x5451

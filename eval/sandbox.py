@@ -38,7 +38,7 @@ class Limits:
     file_size: int = 2**24
     """Bytes a file."""
     folder_size: int = 2**26
-    """Bytes in its folder."""
+    """Bytes in its folder, in which it can make no folders."""
     threads: int = 64
     """Threads; other processes it can start none."""
 
@@ -205,6 +205,7 @@ def _verdict(content: bytes, program: subprocess.Popen[bytes]) -> Outcome:
     if not content:
         return Outcome("killed", "the tests did not come to an end")
     passed, detail = json.loads(content)
+    detail = detail.encode("ascii", "backslashreplace").decode("ascii")  # a program's half of an emoji is no text
     if passed is None:
         raise _no_isolation(detail)
     if passed:
@@ -229,11 +230,11 @@ def _threads(pid: int) -> int:
 
 
 def _size(folder: Path) -> int:
+    """Bytes, at least a block for each file; there are no folders in it."""
     total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += max(4096, os.lstat(os.path.join(place, name)).st_size)
-            except FileNotFoundError:
-                continue  # it was removed in between
+    for name in os.listdir(folder):
+        try:
+            total += max(4096, os.lstat(folder / name).st_size)
+        except FileNotFoundError:
+            continue  # it was removed in between
     return total

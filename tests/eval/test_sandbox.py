@@ -183,6 +183,20 @@ def test_files_are_limited_in_size_and_all_together() -> None:
     assert _run(_function(many), limits=Limits(seconds=5)).status == "killed"
 
 
+def test_folders_cannot_be_made_as_thousands_in_each_other_could_not_be_counted_or_removed() -> None:
+    assert "PermissionError" in _answer("import os\nos.mkdir('a')")
+    assert "PermissionError" in _answer("import os\nos.mkdir('a', dir_fd=os.open('.', os.O_RDONLY))")
+
+
+def test_many_empty_files_are_limited() -> None:
+    flood = "import itertools\nfor n in itertools.count():\n    open(str(n), 'w').close()"
+    assert _run(_function(flood), limits=Limits(seconds=20, folder_size=2**20)).status == "killed"
+
+
+def test_an_exception_that_is_no_text_can_be_written_down() -> None:
+    assert _run("def f(): raise ValueError('\\ud83d')") == Outcome("failed", "ValueError: \\ud83d")
+
+
 def test_the_environment_is_empty_and_that_of_the_parent_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "s3cret")
     assert "s3cret" not in _answer("import os\nreturn dict(os.environ)")
