@@ -16,7 +16,7 @@ from lm_eval.api.model import LM
 from halfbyte.eval.asked import Book, Question
 from halfbyte.eval.backend import Backend, Generated, Prompt, Sampling, sample_seed, sampling_of
 from halfbyte.eval.bar import Bar, work_of
-from halfbyte.eval.prompts import encode, encode_documents, encode_pairs
+from halfbyte.eval.prompts import Encoder
 from halfbyte.eval.sharing import Request
 from halfbyte.records.errors import UserError
 from halfbyte.records.journal import Journal
@@ -65,11 +65,11 @@ class JournaledLM(LM):
         computed, without what was in a journal."""
         self.distinct_tokens = 0
         """Prompt tokens that are computed, shared beginnings counted once."""
-        self._texts = _Texts(tokenizer, backend.max_length) if tokenizer is not None else None
+        self._encoder = Encoder(tokenizer, backend.max_length) if tokenizer is not None else None
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood (nats) of each continuation, and whether greedy decoding would give it."""
-        encoded = encode_pairs(self._require_texts(), [request.args for request in requests])
+        encoded = self._require_encoder().pairs([request.args for request in requests])
         self._refuse_cut_answers(encoded)
         cut = [_cut(request, self.max_length) for request in encoded]
         lost = [len(whole.context) - len(part.context) for whole, part in zip(encoded, cut, strict=True)]
@@ -80,7 +80,7 @@ class JournaledLM(LM):
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Log-likelihood (nats) of each whole document, in windows of max_length."""
-        documents = encode_documents(self._require_texts(), [request.args[0] for request in requests])
+        documents = self._require_encoder().documents([request.args[0] for request in requests])
         windows = [window for document in documents for window in document]
         self._note(requests, documents)
         owners = [_question(request) for request, document in zip(requests, documents, strict=True) for _ in document]
@@ -135,9 +135,9 @@ class JournaledLM(LM):
             samplings.append(known[text])
         texts = [request.args[0] for request in requests]
         rows: list[tuple[int, ...] | None] = [None] * len(texts)
-        if self._texts is not None:
+        if self._encoder is not None:
             distinct = list(dict.fromkeys(texts))  # the k samples of a question are one text
-            encoded = dict(zip(distinct, map(tuple, encode(self._texts, distinct)), strict=True))
+            encoded = dict(zip(distinct, map(tuple, self._encoder.texts(distinct)), strict=True))
             whole = [encoded[text] for text in texts]
             cut = [
                 tokens[max(0, len(tokens) - (self.max_length - sampling.max_gen_toks)) :]
@@ -164,13 +164,13 @@ class JournaledLM(LM):
                 "lower gen_kwargs.max_gen_toks of the task or raise max_length",
             )
 
-    def _require_texts(self) -> _Texts:
-        if self._texts is None:
+    def _require_encoder(self) -> Encoder:
+        if self._encoder is None:
             raise UserError(
                 f"{self.label}: the {self.backend.name} backend has no tokenizer, and answers are scored as tokens",
                 "give it the model's tokenizer, or evaluate with the hf backend",
             )
-        return self._texts
+        return self._encoder
 
     def _note(
         self, requests: Sequence[Instance], fed: Sequence[Sequence[Request]], lost: Sequence[int] | None = None
@@ -283,20 +283,6 @@ class JournaledLM(LM):
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes about a model."""
         return self.backend.model_info()
-
-
-class _Texts:
-    """What eval.prompts encodes with."""
-
-    def __init__(self, tokenizer: Any, max_length: int) -> None:
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        begin = tokenizer.bos_token_id
-        self.prefix_token_id = int(tokenizer.eos_token_id if begin is None else begin)
-
-    def tok_encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def _question(request: Instance) -> Question:

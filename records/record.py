@@ -118,7 +118,7 @@ class Asked(_Strict):
     added, cut to the window. None where the backend has no tokenizer. lm-eval's prompt_hash beside it is of the first
     request's rendered text, before the tokenizer."""
     tokens: int | None = None
-    """Tokens of the prompt."""
+    """Of its longest request as the model is fed with it, a continuation that is scored included."""
     bos: list[int] = Field(default_factory=list)
     """The numbers of BOS tokens seen at the head, sorted; [0] or [1] is sane. Empty where it is unknown."""
     doubled: int = 0

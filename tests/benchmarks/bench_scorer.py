@@ -12,7 +12,7 @@ import torch
 from bench_quantize import SHAPES
 from lm_eval.models.huggingface import HFLM
 
-from halfbyte.eval.prompts import encode_pairs
+from halfbyte.eval.prompts import Encoder
 from halfbyte.eval.resolve import load_task, quiet_lm_eval
 from halfbyte.eval.scorer import PrefixScorer
 from halfbyte.eval.sharing import Request
@@ -54,7 +54,7 @@ def test_mmlu_five_shot_on_a_cpu(batch_size: int, smollm2: Path, data_root: Path
     with quiet_lm_eval():
         plain = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size)
     requests = _requests(data_root, plain, subjects=SUBJECTS, questions=QUESTIONS)
-    encoded = encode_pairs(plain, [request.args for request in requests])
+    encoded = Encoder(plain.tokenizer, plain.max_length).pairs([request.args for request in requests])
     start = time.perf_counter()
     with quiet_lm_eval():
         theirs = plain._loglikelihood_tokens(_as_texts(encoded), disable_tqdm=True)
@@ -113,7 +113,7 @@ def test_mmlu_five_shot_on_a_gpu(smollm2: Path, data_root: Path) -> None:
     start = time.perf_counter()
     requests = _requests(data_root, plain, subjects=None, questions=int(wanted) if wanted else None)
     built = time.perf_counter()
-    encoded = encode_pairs(plain, [request.args for request in requests])
+    encoded = Encoder(plain.tokenizer, plain.max_length).pairs([request.args for request in requests])
     print(f"\n{len(requests)} requests: built in {built - start:.1f} s, encoded in {time.perf_counter() - built:.1f} s")
 
     def theirs(part: list[Request], size: int) -> tuple[float, list[float]]:

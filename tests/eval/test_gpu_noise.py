@@ -14,7 +14,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
 
-from halfbyte.eval.prompts import encode_pairs
+from halfbyte.eval.prompts import Encoder
 from halfbyte.eval.resolve import load_task, quiet_lm_eval
 from halfbyte.eval.scorer import PrefixScorer
 from halfbyte.quant import calibration, configs, ptq
@@ -65,7 +65,7 @@ class _Questions:
             self.task.build_all_requests(limit=None, rank=0, world_size=1, tokenizer_name="")
             pairs = [request.args for request in self.task.instances]
             if batch_size is None:
-                encoded, scorer = encode_pairs(backend, pairs), PrefixScorer(model)
+                encoded, scorer = Encoder(backend.tokenizer, backend.max_length).pairs(pairs), PrefixScorer(model)
                 values = [0.0] * len(encoded)
                 for batch in scorer.plan(encoded):
                     for at, (value, _) in zip(batch.members, scorer.score(encoded, batch), strict=True):
