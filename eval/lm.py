@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
@@ -277,8 +278,19 @@ class JournaledLM(LM):
         return self.backend.chat_template(chat_template)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat rendered by the model's template."""
-        return self.backend.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
+        """A chat rendered by the model's template.
+
+        Raises:
+            UserError: when the template refuses it, as many refuse a system prompt, or is none.
+        """
+        try:
+            return self.backend.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in chat_history[:3])
+            raise UserError(
+                f"the model's chat template does not render a chat that begins with {roles}: {error}",
+                "leave out system_prompt or num_fewshot, or mend chat_template.jinja in the model folder",
+            ) from error
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes about a model."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -78,6 +80,31 @@ class QuantizeSpec(_Strict):
         return self
 
 
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+_LONGEST: tuple[Callable[[Any], bool], str] = (lambda value: _whole(value, 1), "a whole number of at least 1")
+_GENERATION: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"), _LONGEST),
+    "max_length": (lambda _: False, "left out for max_gen_toks, which counts the text alone"),
+    "temperature": (lambda value: _number(value) and value >= 0, "a number of at least 0"),
+    "top_p": (lambda value: _number(value) and 0 < value <= 1, "a number above 0 and up to 1"),
+    "top_k": (lambda value: _whole(value, 0), "a whole number, 0 for all tokens"),
+    "repetition_penalty": (lambda value: _number(value) and value > 0, "a number above 0"),
+    "do_sample": (lambda value: isinstance(value, bool), "true or false"),
+    "until": (
+        lambda value: all(isinstance(text, str) for text in (value if isinstance(value, list) else [value])),
+        "a text or a list of texts",
+    ),
+}
+"""What lm-eval and the backends take without a look, and then drop, replace or fail on."""
+
+
 class TaskSpec(_Strict):
     """One lm-eval task or group."""
 
@@ -92,6 +119,16 @@ class TaskSpec(_Strict):
     """Generation settings over the task's own: max_gen_toks, temperature, ..."""
     samples: int | None = Field(default=None, ge=1)
     """Texts drawn for each question (lm-eval's repeats), each with a seed of its own; None for the task's number."""
+
+    @model_validator(mode="after")
+    def _can_be_generated_with(self) -> TaskSpec:
+        for name, value in (self.gen_kwargs or {}).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"gen_kwargs.{name} is {value}, which is no number")
+            allowed, what = _GENERATION.get(name, (lambda _: True, ""))
+            if not allowed(value):
+                raise ValueError(f"gen_kwargs.{name} is {value!r}: it should be {what}")
+        return self
 
 
 class FidelitySpec(_Strict):

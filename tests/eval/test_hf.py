@@ -10,6 +10,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from halfbyte.eval.backend import Generated, Prompt, Sampling
 from halfbyte.eval.hf import HFBackend, plan_batches
@@ -216,3 +217,29 @@ def test_a_lack_of_memory_changes_no_batch_of_a_later_task(tiny_llama: Any, tiny
     planned = made.generation_batches(prompts)
     made.generator.most = 1
     assert made.generation_batches(prompts) == planned
+
+
+def test_settings_that_nothing_follows_are_refused_in_one_line(tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    backend = HFBackend(tiny_llama, tiny_tokenizer)
+    for name, value in (("temprature", 0.6), ("seed", 3), ("use_cache", False), ("pad_token_id", 1)):
+        sampling = Sampling(max_gen_toks=4, other=((name, value),))
+        with pytest.raises(UserError, match=f"gen_kwargs.{name} is no setting"):
+            backend.generate(asked(tiny_tokenizer, ["a cat"], sampling))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_a_model_whose_logits_are_no_numbers_generates_nothing(
+    backend: Any, sampling: Sampling, llama_factory: Any, tiny_tokenizer: Any
+) -> None:
+    broken = llama_factory()
+    made = backend(broken, tiny_tokenizer)
+    broken.lm_head.weight.data[7] = float("nan")
+    with pytest.raises(UserError, match="logits that are no numbers"):
+        made.generate(asked(tiny_tokenizer, ["a cat"], sampling, [5]))
+
+
+def test_a_window_beyond_the_positions_a_model_learned_is_refused(tiny_tokenizer: Any) -> None:
+    learned = GPT2LMHeadModel(GPT2Config(vocab_size=384, n_embd=8, n_layer=1, n_head=1, n_positions=64))
+    assert HFBackend(learned, tiny_tokenizer).max_length == 64
+    with pytest.raises(UserError, match="max_length 65 does not fit into the model, which knows 64 positions"):
+        HFBackend(learned, tiny_tokenizer, max_length=65)

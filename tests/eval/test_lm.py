@@ -226,3 +226,14 @@ def test_logits_that_are_no_numbers_are_an_error(lm: Any, llama_factory: Any) ->
         model.lm_head.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="task: the model gives 20 of 20 log-likelihoods that are no numbers"):
         lm(model=model).loglikelihood(pairs())
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{% for m in messages %}{{ m."])
+def test_a_chat_template_that_refuses_a_chat_is_one_line(
+    template: str, tiny_llama: Any, tokenizer_factory: Any, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_factory()
+    tokenizer.chat_template = template
+    lm = JournaledLM(HFBackend(tiny_llama, tokenizer), tmp_path, "key")
+    with pytest.raises(UserError, match="does not render a chat that begins with system, user"):
+        lm.apply_chat_template([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])

@@ -233,3 +233,25 @@ def test_a_value_that_would_be_misread_is_refused(override: str) -> None:
 @pytest.mark.parametrize("value", [".inf", ".nan"])
 def test_a_threshold_that_is_no_finite_number_is_refused(value: str, mine: Path) -> None:
     assert "evaluate.canary.max_kl" in refusal(mine, f"evaluate.canary.max_kl={value}").message
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ("max_gen_toks: 0", "a whole number of at least 1"),
+        ("max_gen_toks: 1.5", "a whole number of at least 1"),
+        ("max_length: 100", "left out for max_gen_toks"),
+        ("temperature: hot", "a number of at least 0"),
+        ("temperature: -1", "a number of at least 0"),
+        ("temperature: .nan", "no number"),
+        ("top_p: 0", "a number above 0 and up to 1"),
+        ("top_k: 2.5", "a whole number"),
+        ("repetition_penalty: 0", "a number above 0"),
+        ("do_sample: 'no'", "true or false"),
+        ("until: 5", "a text or a list of texts"),
+    ],
+)
+def test_generation_settings_that_would_be_dropped_or_replaced_are_refused(mine: Path, setting: str, what: str) -> None:
+    name = setting.partition(":")[0]
+    with pytest.raises(UserError, match=rf"gen_kwargs\.{name} is .*{what}"):
+        load_recipe(str(mine), [f"evaluate.tasks.0.gen_kwargs={{{setting}}}"])
