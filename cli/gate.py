@@ -14,7 +14,7 @@ def run(args: Namespace) -> int:
     from halfbyte.reports.policy import load_policy
     from halfbyte.reports.summary import write_step_summary
 
-    comparison = compare_folders(args.baseline, args.candidate, load_policy(args.policy))
+    comparison = compare_folders(args.baseline, args.candidate, load_policy(args.policy), few_flips=True)
     assert comparison.verdict is not None, "a comparison with a policy has a verdict"
     if args.junit is not None:
         from halfbyte.reports.junit import junit

@@ -25,7 +25,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"{len(args.records)} record folders are no pair", "give BASELINE and CANDIDATE")
     else:
         baseline, candidate = args.records
-        rows = plan.measured_plan(compare_folders(baseline, candidate, None), policy)
+        rows = plan.measured_plan(compare_folders(baseline, candidate, None, few_flips=True), policy)
     if args.json:
         print(dumps([asdict(row) for row in rows]), end="")
     else:

@@ -25,7 +25,8 @@ _BCA_QUESTIONS = 5000  # the acceleration takes time by the square of the questi
 def mean_interval(losses: ArrayLike, alpha: float = ALPHA, seed: int = SEED) -> Interval:
     """Bootstrap interval (BCa) of a mean loss over questions, shape (n,), or Student's t where that reaches further.
 
-    Neither keeps its promise on few questions with rare large losses (reports/CALIBRATION.md). Seeded.
+    Neither keeps its promise where large losses are rare: of losses that are exponentially distributed, a loss at the
+    margin passes in 10 % with 20 questions and in 7 % with 200, where 5 % are promised. Seeded.
 
     Raises:
         NoSpread: with fewer than MIN_QUESTIONS questions, or when all losses are equal.

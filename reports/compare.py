@@ -21,18 +21,16 @@ from halfbyte.records.noise import load_noise
 from halfbyte.records.record import EvaluationRecord, Health, ModelSummary, find_records
 from halfbyte.reports.bootstrap import ratio_interval, recovery
 from halfbyte.reports.comparison import Comparison, Cost, FidelityResult, Flip, NoiseFloor, SubtaskResult, TaskResult
+from halfbyte.reports.flips import read_flips, worse_and_better
 from halfbyte.reports.gate import judge
 from halfbyte.reports.loss import paired_loss
 from halfbyte.reports.metrics import definition
-from halfbyte.reports.pairing import Key, Pairs, pair
+from halfbyte.reports.pairing import Pairs, pair
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.power import spread
 from halfbyte.reports.statistics import ALPHA, FAIL_ALPHA, Interval, NoSpread, holm, t_interval, tango_interval
 from halfbyte.reports.waivers import latest_time, remember_time
 
-SHOWN_LOST = 50  # flipped questions kept of each task for reading; fewer of each where there are many tasks
-SHOWN_GAINED = 20
-SHOWN_IN_ALL = 400
 DEGRADED_ALPHA = 0.05
 _TOLERANCE = 1e-6
 
@@ -47,6 +45,7 @@ def compare(
     tasks: Sequence[str] | None = None,
     *,
     canary: CanaryRecord | None = None,
+    few_flips: bool = False,
 ) -> Comparison:
     """Compares all tasks of two models; with a policy, judges them too.
 
@@ -57,6 +56,7 @@ def compare(
         fidelity: The candidate's fidelity against this baseline.
         tasks: Compare these tasks only; by default both sides must have the same ones.
         canary: What the canary saw of the candidate.
+        few_flips: Read a handful of the flipped questions only, for those who want the verdict soon.
 
     Raises:
         UserError: when there is nothing to compare, when the sides are not comparable, when a side mixes models, and
@@ -73,9 +73,9 @@ def compare(
         "candidate": _cost([one.candidate for one in pairs], first),
     }
     noise = [_noise(one, ours[one.baseline.task], alpha) for one in pairs]
-    shown = SHOWN_IN_ALL // len(pairs)
+    flips = read_flips(pairs, few=few_flips)
     rows = _with_degraded(
-        [_task(one, alpha, fail_alpha, shown, floor) for one, floor in zip(pairs, noise, strict=True)]
+        [_task(one, alpha, fail_alpha, *more) for one, *more in zip(pairs, flips, noise, strict=True)]
     )
     created = now()
     latest = latest_time([created, *(side.created for one in pairs for side in (one.baseline, one.candidate))])
@@ -185,7 +185,7 @@ def _with_degraded(rows: list[TaskResult]) -> list[TaskResult]:
     ]
 
 
-def _task(pairs: Pairs, alpha: float, fail_alpha: float, shown: int, noise: NoiseFloor | None) -> TaskResult:
+def _task(pairs: Pairs, alpha: float, fail_alpha: float, flips: list[Flip], noise: NoiseFloor | None) -> TaskResult:
     record, other = pairs.baseline, pairs.candidate
     higher = pairs.higher_is_better
     result = paired_loss(
@@ -225,7 +225,7 @@ def _task(pairs: Pairs, alpha: float, fail_alpha: float, shown: int, noise: Nois
         baseline_tokens=record.tokens,
         candidate_tokens=other.tokens,
         subtasks=_subtasks(pairs),
-        flips=_flips(pairs, shown),
+        flips=flips,
         settings=record.fingerprint,
         baseline_health=record.health,
         candidate_health=other.health,
@@ -244,20 +244,11 @@ def _clustered(pairs: Pairs, alpha: float) -> Interval | None:
         return None
 
 
-def _worse(pairs: Pairs) -> tuple[list[Key], list[Key]]:
-    """The questions that were lost and those that were gained, in order."""
-    losses = pairs.baseline_values - pairs.candidate_values
-    if not pairs.higher_is_better:
-        losses = -losses
-    lost = [key for key, loss in zip(pairs.keys, losses, strict=True) if loss > 0]
-    return lost, [key for key, loss in zip(pairs.keys, losses, strict=True) if loss < 0]
-
-
 def _subtasks(pairs: Pairs) -> list[SubtaskResult]:
     if len(pairs.baseline.fingerprint.subtasks) < 2:
         return []
     lost, gained = ({key[0]: 0 for key in pairs.keys} for _ in range(2))
-    for counts, keys in zip((lost, gained), _worse(pairs), strict=True):
+    for counts, keys in zip((lost, gained), worse_and_better(pairs), strict=True):
         for key in keys:
             counts[key[0]] += 1
     names = np.array([key[0] for key in pairs.keys])
@@ -275,36 +266,6 @@ def _subtasks(pairs: Pairs) -> list[SubtaskResult]:
             )
         )
     return rows
-
-
-def _flips(pairs: Pairs, shown: int) -> list[Flip]:
-    lost, gained = _worse(pairs)
-    chosen = [("lost", key) for key in _spread(lost, min(SHOWN_LOST, max(1, 3 * shown // 4)))]
-    chosen += [("gained", key) for key in _spread(gained, min(SHOWN_GAINED, max(1, shown // 4)))]
-    flips = []
-    for change, key in chosen:
-        ours, theirs = pairs.answers(key)
-        flips.append(
-            Flip.model_validate(
-                {
-                    "subtask": key[0],
-                    "doc_id": key[2],
-                    "change": change,
-                    "question": ours.question,
-                    "target": ours.target,
-                    "baseline": ours.given,
-                    "candidate": theirs.given,
-                }
-            )
-        )
-    return flips
-
-
-def _spread(keys: list[Key], number: int) -> list[Key]:
-    """At most `number` of the keys, evenly through the list, so that every subtask has a chance to be seen."""
-    if len(keys) <= number:
-        return keys
-    return [keys[i * len(keys) // number] for i in range(number)]
 
 
 def _task_notes(pairs: Pairs) -> list[str]:

@@ -108,7 +108,7 @@ class TaskResult(_Strict):
     subtasks: list[SubtaskResult]
     """Of a group; empty for a single task."""
     flips: list[Flip]
-    """Some of the questions that flipped; result.lost and result.gained count all of them."""
+    """The questions that flipped, or as many as a report has room for; result.lost and result.gained count all."""
     settings: Fingerprint
     baseline_health: Health
     candidate_health: Health

@@ -37,7 +37,9 @@ class Evidence:
     """The run that the candidate's folder belongs to."""
 
 
-def compare_folders(baseline: Path, candidate: Path, policy: Policy | None, published: str | None = None) -> Comparison:
+def compare_folders(
+    baseline: Path, candidate: Path, policy: Policy | None, published: str | None = None, *, few_flips: bool = False
+) -> Comparison:
     """Compares the records below two folders, with all that the candidate's run folder holds of it.
 
     Args:
@@ -45,12 +47,15 @@ def compare_folders(baseline: Path, candidate: Path, policy: Policy | None, publ
         candidate: Another one; below a run folder, what the run left there is part of the comparison.
         policy: See compare.
         published: The id of a published table to lay beside.
+        few_flips: See compare.
 
     Raises:
         UserError: see compare; and when the run folder is of another model than the records in it.
     """
     found = find_evidence(baseline, candidate)
-    comparison = compare(baseline, candidate, policy=policy, fidelity=found.fidelity, canary=found.canary)
+    comparison = compare(
+        baseline, candidate, policy=policy, fidelity=found.fidelity, canary=found.canary, few_flips=few_flips
+    )
     return with_evidence(comparison, found.run, published)
 
 

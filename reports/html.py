@@ -17,7 +17,8 @@ from halfbyte.reports.appendix import (
     published_overlays,
     speed_table,
 )
-from halfbyte.reports.comparison import Comparison, FidelityResult, TaskResult
+from halfbyte.reports.comparison import Comparison, FidelityResult, Flip, TaskResult
+from halfbyte.reports.flips import fit_into_page
 from halfbyte.reports.forest import forest_plots
 from halfbyte.reports.tables import (
     WORDS,
@@ -64,10 +65,12 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
             {
                 "label": label,
                 "table": losses_table(one, label, baseline),
-                "tasks": [_task(row) for row in one.tasks if row.flips or row.subtasks],
+                "tasks": [
+                    _task(row, flips) for row, flips in zip(one.tasks, fitted, strict=True) if row.flips or row.subtasks
+                ],
                 "model": one.candidate,
             }
-            for label, one in zip(names, comparisons, strict=True)
+            for label, one, fitted in zip(names, comparisons, fit_into_page(comparisons), strict=True)
         ],
         plots=plots,
         how_to_read=how_to_read(comparisons[0]),
@@ -115,8 +118,8 @@ def _card(label: str, comparison: Comparison) -> dict[str, str]:
     }
 
 
-def _task(row: TaskResult) -> dict[str, Any]:
-    shown = {change: sum(flip.change == change for flip in row.flips) for change in ("lost", "gained")}
+def _task(row: TaskResult, flips: list[Flip]) -> dict[str, Any]:
+    shown = {change: sum(flip.change == change for flip in flips) for change in ("lost", "gained")}
     subtasks = Table(
         "",
         ["subtask", "questions", "baseline", "candidate", "lost", "gained"],
@@ -136,7 +139,7 @@ def _task(row: TaskResult) -> dict[str, Any]:
         f"{figures.count(total)} {change}" + (f" ({shown[change]} shown)" if shown[change] < total else "")
         for change, total in (("lost", row.result.lost), ("gained", row.result.gained))
     ]
-    return {"name": row.task, "counts": ", ".join(counts), "flips": row.flips, "subtasks": subtasks}
+    return {"name": row.task, "counts": ", ".join(counts), "flips": flips, "subtasks": subtasks}
 
 
 def _fidelity_table(comparisons: Sequence[Comparison], names: list[str]) -> Table | None:

@@ -160,7 +160,10 @@ def _release(policy: Policy) -> str:
         return f"It may be released under policy '{policy.name}'."
     if policy.ratio is not None:
         return "MLPerf's rule holds. It looks at point estimates: for a proof run the gate under policy 'release'."
-    return "This was a smoke test and is no evidence for a release: run real benchmarks under policy 'release'."
+    return (
+        "This was a smoke test and is no evidence for a release: evaluate real benchmarks, such as mmlu and gsm8k, and "
+        "judge them with policy 'release'."
+    )
 
 
 def _next_step(row: TaskResult, judgement: Judgement) -> str:

@@ -66,6 +66,38 @@ def test_the_committed_table_keeps_the_promise_in_each_of_its_cells() -> None:
     assert max(failed for _, failed, _ in cells) <= 100 * (0.01 + noise(0.01, 20_000)) + 0.05
 
 
+@pytest.mark.parametrize("margin", [0.01, 0.05])
+def test_no_number_of_questions_passes_a_loss_at_the_margin_in_more_than_five_percent(margin: float) -> None:
+    """Exactly, as sums over all outcomes; Tango's test without the half question does in up to 7 %."""
+    published, questions, gained = SIMULATION["worst_exact"](margin, 0.0)
+    assert published > 0.065
+    assert gained == 0
+    assert questions == int(2.7055 * (1 / margin - 1)) + 1
+    assert SIMULATION["worst_exact"](margin, 0.5)[0] <= 0.05
+
+
+def test_the_simulation_agrees_with_the_exact_rate() -> None:
+    for questions, lost, gained in ((500, 0.1, 0.05), (1319, 0.02, 0.0), (198, 0.2, 0.002)):
+        exact = SIMULATION["exact_rate"](questions, lost, gained, lost - gained)
+        found = SIMULATION["simulate"](KINDS[0], questions, lost, gained, None, 20_000).passed
+        assert found == pytest.approx(exact, abs=noise(exact, 20_000))
+
+
+@pytest.mark.parametrize("questions", [269, 319, 320, 350])
+def test_samples_that_are_nearly_always_all_right_or_all_wrong_are_no_way_around_the_half_question(
+    questions: int,
+) -> None:
+    """Means over 16 samples that hardly ever lie between 0 and 1 are counts of questions as well."""
+    nearly = type(KINDS[0])(
+        "nearly binary",
+        np.array([-1.0, -1 / 16, 0.0, 1 / 16, 1.0]),
+        lambda lost, gained: np.array([gained, 2e-4, 1 - lost - gained - 4e-4, 2e-4, lost]),
+    )
+    counts = np.random.default_rng(5).multinomial(questions, nearly.chances(0.01, 0.0), size=20_000).astype(float)
+    passed, _ = SIMULATION["decisions"](nearly, counts, 0.01)
+    assert passed.mean() <= 0.05 + noise(0.05, 20_000)
+
+
 @pytest.mark.parametrize("kind", KINDS[:2], ids=lambda kind: kind.name)
 def test_the_gate_itself_decides_as_the_simulation(tmp_path: Path, cache: Path, kind: Any) -> None:  # noqa: ARG001
     policy = Policy.model_validate({**load_policy("release").model_dump(), "margin": 0.05, "better_alpha": None})

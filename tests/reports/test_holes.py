@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 from record_factory import digest, flipped, model, write_record
 
+from halfbyte.records.digests import value_digest
 from halfbyte.records.errors import UserError
-from halfbyte.records.record import Health
+from halfbyte.records.noise import noise_between
+from halfbyte.records.record import Health, Metric, load_record
 from halfbyte.reports.compare import compare
 from halfbyte.reports.comparison import Comparison
 from halfbyte.reports.policy import Policy, load_policy
+from halfbyte.reports.write import write_reports
 
 RELEASE = load_policy("release")
 
@@ -293,3 +297,153 @@ def test_passing_by_luck_on_too_few_questions(tmp_path: Path) -> None:
     assert verdict(found) == "inconclusive"
     assert found.verdict is not None
     assert "too few for a margin" in found.verdict.sentence
+
+
+def test_a_margin_in_percent_where_shares_are_meant(tmp_path: Path) -> None:
+    """`margin: 1` for one point would tolerate the loss of everything."""
+    ours, theirs = flipped(2000, 1500, 1000, 0)
+    for wrong in (1, 0.5):
+        message = refused(tmp_path / str(wrong), {"values": ours}, {"values": theirs}, policy(margin=wrong))
+        assert "could not fail" in message
+        assert "0.01 is one point" in message
+
+
+def test_a_margin_for_a_task_that_is_misspelt(tmp_path: Path) -> None:
+    found = both(tmp_path, {"values": VALUES}, {"values": VALUES}, policy(margins={"colour": 0.001}))
+    assert any("margins for colour were of no use" in note for note in found.notes)
+
+
+def rewritten(folder: Path, *, sealed: bool, **fields: Any) -> None:
+    content = json.loads((folder / "record.json").read_text(encoding="utf-8")) | fields
+    del content["seal"]
+    if sealed:
+        content["seal"] = value_digest(content)
+    (folder / "record.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_a_record_that_was_edited_after_the_evaluation(tmp_path: Path) -> None:
+    """With its digests, or with its seal taken off."""
+    write_record(tmp_path / "b", VALUES)
+    for number, (change, message) in enumerate(
+        (
+            ({"files": {}, "seal": "0" * 64}, "record.json has changed"),
+            ({"files": {}}, "record.json has changed"),
+            ({"schema_version": 3}, "not a record of this version"),
+        )
+    ):
+        folder = write_record(tmp_path / f"c{number}", VALUES, format="NVFP4")
+        rewritten(folder, sealed=False, **change)
+        with pytest.raises(UserError, match=message):
+            compare(tmp_path / "b", folder, RELEASE)
+
+
+def test_a_record_of_version_1_has_no_seal_and_that_is_said(tmp_path: Path) -> None:
+    write_record(tmp_path / "b", VALUES)
+    folder = write_record(tmp_path / "c", VALUES, format="NVFP4")
+    rewritten(folder, sealed=False, schema_version=1, files={})
+    found = compare(tmp_path / "b", folder, RELEASE)
+    assert any("wrote no digests" in note for note in found.tasks[0].notes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"created": "yesterday"}, "what is no time"),
+        ({"seconds": "NaN"}, "says that it took nan s"),
+        ({"samples_files": {"colours": "../b/samples_colours_2026-11-01T00-00-00.jsonl"}}, "outside of its folder"),
+        ({"metrics": []}, "no figure for its metric"),
+    ],
+)
+def test_a_record_that_says_what_cannot_be(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    write_record(tmp_path / "b", VALUES)
+    folder = write_record(tmp_path / "c", VALUES, format="NVFP4")
+    rewritten(folder, sealed=True, **fields)
+    with pytest.raises(UserError, match=message):
+        compare(tmp_path / "b", folder, RELEASE)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"acc": 10**400}, "is 1000"),
+        ({"doc_id": 0.5}, "is not a sample line"),
+        ({"doc_id": True}, "is not a sample line"),
+        ({"filter": []}, "is not a sample line"),
+        ({"generated": [{"tokens": -5}]}, "is not a sample line"),
+        ({"generated": [{"tokens": float("nan")}]}, "is not a sample line"),
+        ({"generated": [{"tokens": 5}, {"tokens": 5}]}, "has 2 samples, and its record speaks of 1"),
+    ],
+)
+def test_a_sample_line_that_cannot_be(tmp_path: Path, line: dict[str, Any], message: str) -> None:
+    side = {"values": VALUES, "edit": lambda lines: [lines[0] | line, *lines[1:]]}
+    assert message in refused(tmp_path, {"values": VALUES}, side)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"arguments": {"a": 1, "b": 2}},
+        {"arguments": None},
+        {"arguments": "text"},
+        {"resps": None, "filtered_resps": None},
+        {"filtered_resps": ["half a pair: \ud83d"], "target": "\udc00", "doc": {"question": "\ud800"}},
+        {"doc": {"question": "\x00\x1b[31m\u202e"}, "filtered_resps": ["\x0b"]},
+        {"doc": {"question": "字" * 1_000_000}, "filtered_resps": ["x" * 1_000_000]},
+    ],
+)
+def test_texts_of_any_kind_are_reported(tmp_path: Path, line: dict[str, Any]) -> None:
+    def edit(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [json.loads(json.dumps(lines[0] | line)), *lines[1:]]
+
+    folder = write_record(tmp_path / "b", VALUES)
+    other = write_record(tmp_path / "c", [0.0, *VALUES[1:]], format="NVFP4")
+    path = next(other.glob("samples_*.jsonl"))
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    path.write_text("".join(json.dumps(one) + "\n" for one in edit(lines)), encoding="utf-8")
+    load_record(other).save(other)
+    write_reports([compare(folder, other, RELEASE)], tmp_path / "out")
+    assert (tmp_path / "out" / "report.html").stat().st_size < 200_000
+
+
+def test_a_noisy_baseline_of_few_questions_does_not_widen_the_margin_without_end(tmp_path: Path) -> None:
+    """Two evaluations of 30 questions that differ by luck are no reason to tolerate a loss of ten points."""
+    first, second = flipped(30, 15, 2, 2)
+    folder = write_record(tmp_path / "b", first)
+    noise_between(folder, write_record(tmp_path / "again", second)).save(folder)
+    write_record(tmp_path / "c", flipped(30, 15, 1, 0)[1], format="NVFP4")
+    (row,) = compare(folder, tmp_path / "c", load_policy("lossless")).tasks
+    assert row.noise is not None
+    assert row.noise.largest > 0.1
+    assert row.judgement is not None
+    assert (row.judgement.margin, row.judgement.verdict) == (pytest.approx(0.01), "inconclusive")
+
+
+def test_a_ratio_that_holds_but_for_the_rounding_of_floats(tmp_path: Path) -> None:
+    """99 of 104 is 0.99 of 100 of 104, and less than what a float makes of that."""
+    ours, theirs = flipped(104, 100, 1, 0)
+    assert 99 / 104 < 0.99 * (100 / 104)
+    assert verdict(both(tmp_path, {"values": ours}, {"values": theirs}, load_policy("mlperf-99"))) == "pass"
+
+
+def test_a_group_that_averages_its_subtasks_otherwise_is_said(tmp_path: Path) -> None:
+    """The task's own figure is the mean over subtasks, and the gate counts each question once."""
+    groups = {"mmlu_law": [1.0] * 400 + [0.0] * 100, "mmlu_art": [0.0] * 90 + [1.0] * 10}
+    for side, format in (("b", "bfloat16"), ("c", "NVFP4")):
+        folder = write_record(tmp_path / side, groups, task="mmlu", format=format)
+        record = load_record(folder)
+        record.metrics.append(
+            Metric(subtask="mmlu", metric="acc", filter="none", value=0.45, higher_is_better=True, questions=600)
+        )
+        record.save(folder)
+    (row,) = compare(tmp_path / "b", tmp_path / "c").tasks
+    assert row.result.baseline == pytest.approx(410 / 600)
+    assert any("to 0.4500; here each question counts once" in note for note in row.notes)
+
+
+def test_a_second_between_two_looks_at_the_clock_is_no_clock_moved_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter(f"2027-01-01T00:00:{second:02}+00:00" for second in range(60))
+    monkeypatch.setattr("halfbyte.reports.compare.now", lambda: next(times))
+    found = both(tmp_path, {"values": VALUES}, {"values": VALUES})
+    assert not any("clock" in note for note in found.notes)
