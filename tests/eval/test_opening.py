@@ -83,38 +83,48 @@ def test_hf_server_and_vllm_give_the_same_records(
                 pair(tmp_path / "hf" / task, tmp_path / name / task)
 
 
-@pytest.mark.usefixtures("tiny_tasks", "cache")
-def test_an_evaluation_goes_on_when_the_server_is_back_at_another_address(
-    tiny_llama: Any, tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def cut(
+    tiny_llama: Any, tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path, tiny_tasks: Path, cache: Path
+) -> Any:
+    """Goes on, at a server with some faults, with an evaluation whose server failed near its end.
+
+    Gives the completions that a whole evaluation asks for, and those that were still asked for.
+    """
+    assert tiny_tasks.is_dir()
+    assert not cache.exists()
     brain = Brain(tiny_llama, tiny_tokenizer)
-    with serving(brain) as whole:
-        assert _eval(tiny_model_folder, tmp_path / "whole", *_on(whole), tasks="tiny_generate") == 0
-    asked = _completions(whole)
-    with serving(brain, Faults(fails_after=asked - 5)) as first:
-        assert _eval(tiny_model_folder, tmp_path / "cut", *_on(first), "evaluate.seed=1", tasks="tiny_generate") == 2
+
+    def evaluate(server: Server, name: str, *options: str) -> int:
+        return _eval(tiny_model_folder, tmp_path / name, *_on(server), *options, tasks="tiny_generate")
+
+    def run(faults: Faults) -> tuple[int, int]:
+        with serving(brain) as whole:
+            assert evaluate(whole, "whole") == 0
+        asked = _completions(whole)
+        with serving(brain, Faults(fails_after=asked - 5)) as first:
+            assert evaluate(first, "cut", "evaluate.seed=1") == 2
+        with serving(brain, faults) as second:
+            assert evaluate(second, "cut", "evaluate.seed=1") == 0
+        return asked, _completions(second)
+
+    return run
+
+
+def test_an_evaluation_goes_on_when_the_server_is_back_at_another_address(
+    cut: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, still = cut(Faults())
     assert "answers 500: CUDA error" in capsys.readouterr().err
-    with serving(brain) as second:
-        assert _eval(tiny_model_folder, tmp_path / "cut", *_on(second), "evaluate.seed=1", tasks="tiny_generate") == 0
-    assert 0 < _completions(second) < asked - 8
+    assert 0 < still < asked - 8
     folders = [tmp_path / name / "tiny_generate" for name in ("whole", "cut")]
     one, two = (_answers(folder, load_record(folder)) for folder in folders)
     assert one == two
 
 
-@pytest.mark.usefixtures("tiny_tasks", "cache")
-def test_answers_of_two_engines_do_not_meet_in_one_record(
-    tiny_llama: Any, tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
-) -> None:
-    brain = Brain(tiny_llama, tiny_tokenizer)
-    with serving(brain) as whole:
-        assert _eval(tiny_model_folder, tmp_path / "whole", *_on(whole), tasks="tiny_generate") == 0
-    asked = _completions(whole)
-    with serving(brain, Faults(fails_after=asked - 5)) as first:
-        assert _eval(tiny_model_folder, tmp_path / "cut", *_on(first), "evaluate.seed=1", tasks="tiny_generate") == 2
-    with serving(brain, Faults(owner="sglang")) as other:
-        assert _eval(tiny_model_folder, tmp_path / "cut", *_on(other), "evaluate.seed=1", tasks="tiny_generate") == 0
-    assert _completions(other) == asked
+def test_answers_of_two_engines_do_not_meet_in_one_record(cut: Any) -> None:
+    asked, still = cut(Faults(owner="sglang"))
+    assert still == asked
 
 
 def _completions(server: Server) -> int:
