@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from halfbyte.eval.dialects import Served
 from halfbyte.eval.endpoint import Endpoint, Refused
-from halfbyte.eval.served import Served
 from halfbyte.records.errors import UserError
 
 NO_TOKENS = (400, 422, 500)

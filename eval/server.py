@@ -9,6 +9,7 @@ from typing import Any
 
 from halfbyte.eval.backend import Generated, Prompt, Stop
 from halfbyte.eval.completions import Completions, choice, require_length, usage
+from halfbyte.eval.dialects import OFF, RENAMED, TAKES_STOP_TOKENS, Renderer, Served, identify
 from halfbyte.eval.endpoint import Endpoint
 from halfbyte.eval.external import (
     Chunk,
@@ -20,7 +21,6 @@ from halfbyte.eval.external import (
     special_stops,
     stop_of,
 )
-from halfbyte.eval.served import OFF, RENAMED, TAKES_STOP_TOKENS, Renderer, Served, identify
 from halfbyte.eval.server_scores import find_way, total
 from halfbyte.eval.sharing import Request
 from halfbyte.recipes.schema import ServerSpec
