@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -30,8 +30,9 @@ LONG = 2048
 PLAIN = 16
 """Sequences at once where continuous batching does not fit."""
 _WITHOUT_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "early_stopping": False}
-_OWN = {"use_cache", "pad_token_id", "max_new_tokens", "max_length", "do_sample"}
-"""What generate_plainly sets itself."""
+_SET_HERE = {"use_cache", "pad_token_id", "max_new_tokens", "max_length", "do_sample"}
+"""By generate_plainly."""
+_FOLLOWED = set(cast(Any, GenerationConfig)().to_dict()) - _SET_HERE
 _DRAWING = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 _PROCESSED = (
     "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "forced_bos_token_id",
@@ -143,7 +144,7 @@ class HFBackend(HFDescription):
         penalty = self._penalty(options)
         if (options.get("num_beams") or getattr(self.model.generation_config, "num_beams", None) or 1) > 1:
             raise UserError("beams are not searched here", "leave num_beams out, or set gen_kwargs.num_beams to 1")
-        unknown = sorted(set(options) - (set(GenerationConfig().to_dict()) - _OWN))
+        unknown = sorted(set(options) - _FOLLOWED)
         if unknown:
             raise UserError(f"gen_kwargs.{unknown[0]} is no setting that the hf backend can follow", "leave it out")
         reason = self._refusal(options)

@@ -75,7 +75,7 @@ def compare(
     noise = [_noise(one, ours[one.baseline.task], alpha) for one in pairs]
     flips = read_flips(pairs, few=few_flips)
     rows = _with_degraded(
-        [_task(one, alpha, fail_alpha, *more) for one, *more in zip(pairs, flips, noise, strict=True)]
+        [_task(one, alpha, fail_alpha, some, floor) for one, some, floor in zip(pairs, flips, noise, strict=True)]
     )
     created = now()
     latest = latest_time([created, *(side.created for one in pairs for side in (one.baseline, one.candidate))])
