@@ -32,6 +32,7 @@ _MARKS = {
 }
 _WIDTH = 10.4  # inches at 72 points
 _ROW = 0.36
+_ROWS = 32  # of one drawing, so that it fits on a printed page
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,14 @@ def forest_plots(comparisons: Sequence[Comparison]) -> list[tuple[str, str]]:
                 if row.task == task and row.result.interval is not None:
                     name = f"{row.task} · {label}" if len(comparisons) > 1 else row.task
                     groups.setdefault(_unit(row), []).append(_Row(name, row))
-    return [(f"Loss of {unit}", _draw(rows)) for unit, rows in groups.items()]
+    plots = []
+    for unit, rows in groups.items():
+        limits = _limits(rows)
+        parts = [rows[start : start + _ROWS] for start in range(0, len(rows), _ROWS)]
+        for number, part in enumerate(parts, start=1):
+            caption = f"Loss of {unit}" + (f", part {number} of {len(parts)}" if len(parts) > 1 else "")
+            plots.append((caption, _draw(part, limits)))
+    return plots
 
 
 def _unit(row: TaskResult) -> str:
@@ -68,14 +76,14 @@ def _at_most_one(row: TaskResult) -> bool:
     return max(row.result.baseline, row.result.candidate) <= 1
 
 
-def _draw(rows: list[_Row]) -> str:
+def _draw(rows: list[_Row], limits: tuple[float, float]) -> str:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte", "font.size": 10}):
         height = 0.75 + _ROW * len(rows)
         figure = Figure(figsize=(_WIDTH, height))
         axes = figure.add_axes((0.26, 0.5 / height, 0.36, 1 - 0.55 / height))
         for place, row in enumerate(rows):
             _draw_row(figure, axes, len(rows) - 1 - place, row)
-        _draw_frame(axes, rows)
+        _draw_frame(axes, len(rows), limits)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _for_page(buffer.getvalue().decode("utf-8"))
@@ -101,15 +109,20 @@ def _draw_row(figure: Figure, axes: Axes, height: int, row: _Row) -> None:
         axes.text(x, height, text, transform=across, ha=align, va="center", color=tint, parse_math=False)
 
 
-def _draw_frame(axes: Axes, rows: list[_Row]) -> None:
+def _limits(rows: list[_Row]) -> tuple[float, float]:
+    """Both ends of the axis, the same for all parts of a plot."""
     ends = [0.0]
     for row in rows:
         found, judgement = row.result.result.interval, row.result.judgement
         assert found is not None
         ends += [found.low, found.high, *([judgement.margin] if judgement else [])]
     pad = 0.06 * (max(ends) - min(ends) or 1.0)
-    axes.set_xlim(min(ends) - pad, max(ends) + pad)
-    axes.set_ylim(-0.7, len(rows) - 0.3)
+    return min(ends) - pad, max(ends) + pad
+
+
+def _draw_frame(axes: Axes, rows: int, limits: tuple[float, float]) -> None:
+    axes.set_xlim(*limits)
+    axes.set_ylim(-0.7, rows - 0.3)
     axes.axvline(0, color=MUTED, linewidth=1, zorder=1)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(5))

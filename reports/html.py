@@ -20,6 +20,7 @@ from halfbyte.reports.appendix import (
 from halfbyte.reports.comparison import Comparison, FidelityResult, Flip, TaskResult
 from halfbyte.reports.flips import fit_into_page
 from halfbyte.reports.forest import forest_plots
+from halfbyte.reports.metrics import SHARE
 from halfbyte.reports.tables import (
     WORDS,
     Table,
@@ -60,6 +61,7 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
         baseline=comparisons[0].baseline,
         cards=[_card(label, one) for label, one in zip(names, comparisons, strict=True)],
         judged=judged,
+        shares=any(row.bounds == SHARE for one in comparisons for row in one.tasks),
         models=models,
         candidates=[
             {

@@ -249,3 +249,43 @@ def test_a_report_of_sixty_tasks_stays_small(tmp_path: Path) -> None:
 
 def test_a_report_is_the_same_every_time(comparisons: list[Comparison]) -> None:
     assert render_html(comparisons) == render_html(comparisons)
+
+
+def test_a_forest_plot_of_many_rows_comes_in_parts_that_fit_on_a_page(tmp_path: Path) -> None:
+    for number in range(40):
+        for side, format in (("b", "bfloat16"), ("c", "NVFP4")):
+            write_record(tmp_path / side / f"t{number}", [1.0, 0.0] * 50, task=f"task_{number:02}", format=format)
+    html = render_html([compare(tmp_path / "b", tmp_path / "c")])
+    assert html.count("<svg") == 2
+    assert "Loss of scores between 0 and 1, part 2 of 2" in html
+
+
+def test_each_cell_of_the_losses_and_each_figure_of_the_plot_is_that_of_its_task_in_the_json(
+    tmp_path: Path, comparisons: list[Comparison]
+) -> None:
+    write_reports(comparisons, tmp_path / "out")
+    html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    found = json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8"))["comparisons"]
+    drawn = re.findall(r"<text[^>]*>([^<]*\d[^<]*)</text>", html)
+    for label, one in zip(("FP8", "NVFP4"), found, strict=True):
+        table = html[html.index(f"<caption>{label} against BF16</caption>") :]
+        table = table[: table.index("</table>")]
+        rows = {row[0]: row for row in map(_cells, table.split("<tr>")[2:])}
+        assert set(rows) == {task["task"] for task in one["tasks"]}
+        for task in one["tasks"]:
+            result, judgement = task["result"], task["judgement"]
+            ends = [f"{result['interval'][end]:.4f}" for end in ("low", "high")]
+            expected = [
+                task["task"], task["metric"], f"{result['questions']:,}", f"{result['baseline']:.4f}",
+                f"{result['candidate']:.4f}", f"{result['loss']:.4f}", " to ".join(ends), f"{judgement['margin']:.4f}",
+                f"{task['recovery']:.1f}%", f"{result['lost']:,}", f"{result['gained']:,}",
+                figures.p_value(result["mcnemar_p"]), judgement["verdict"],
+            ]  # fmt: skip
+            assert rows[task["task"]] == expected
+            place = drawn.index(f"({' to '.join(ends)})")
+            assert drawn[place - 1] == f"{result['loss']:.4f}"
+
+
+def _cells(row: str) -> list[str]:
+    cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, flags=re.DOTALL)
+    return [re.sub(r"<[^>]*>", "", cell).strip().replace("&lt;", "<") for cell in cells]
