@@ -144,7 +144,11 @@ class FidelitySpec(_Strict):
 
 
 class CanarySpec(_Strict):
-    """A few prompts through the checkpoint before hours are spent on it; what fails here is broken, not a bit worse."""
+    """A few prompts through the checkpoint before hours are spent on it; what fails here is broken, not a bit worse.
+
+    Both models are loaded in this process for it, and for fidelity, whatever the backend: where they do not fit, leave
+    both out.
+    """
 
     max_kl: float = Field(default=2.0, gt=0)
     """Largest mean KL divergence from the baseline, nats a token. FP4 on a model of 135 million weights has 0.4."""
