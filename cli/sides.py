@@ -232,6 +232,8 @@ def whole_record(output: Path, key: str, settings: EvaluateSpec, data_root: Path
 
 def _cached_record(output: Path, key: str, settings: EvaluateSpec, data_root: Path | None) -> EvaluationRecord | None:
     """As whole_record, for a folder of the shared cache: a damaged record is deleted, to be computed again."""
+    if output.is_dir() and not (output / RECORD_FILE).is_file():
+        shutil.rmtree(output)  # what somebody's tidying left of one
     try:
         return whole_record(output, key, settings, data_root)
     except DamagedRecord as damage:

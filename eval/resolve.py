@@ -23,7 +23,7 @@ from halfbyte.eval.evaluate import TASKS
 from halfbyte.eval.quick import quick_environment, quick_index, quick_templates
 from halfbyte.recipes.data import cache_of, find_dataset, loading
 from halfbyte.recipes.schema import EvaluateSpec
-from halfbyte.records.errors import UserError, unknown_name
+from halfbyte.records.errors import UserError, disk_full_is_a_user_error, unknown_name
 from halfbyte.records.manifest import git_commit
 
 
@@ -162,7 +162,8 @@ def _loader(root: Path | None, seen: list[_Loaded]) -> Any:
             folder = find_dataset(path, root)
             if folder != path:
                 options["cache_dir"] = cache_of(folder)
-            found = load(folder, name, *arguments, **options)
+            with disk_full_is_a_user_error(Path(options.get("cache_dir") or datasets.config.HF_DATASETS_CACHE)):
+                found = load(folder, name, *arguments, **options)
         seen.append(_Loaded(path, list(found) if isinstance(found, dict) else None))
         if isinstance(found, dict) and not any(len(rows) for rows in found.values()):
             raise UserError(f"data set '{path}' has no question in it")

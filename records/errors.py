@@ -66,14 +66,24 @@ def disk_full_is_a_user_error(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or "No space left on device" in str(error) or "os error 28" in str(error):
+        if full or any(text in str(error) for text in _FULL):
             raise UserError(
                 f"no space left on the disk while writing {path}",
-                "free some space or choose another --output, then run the same command again; finished stages are kept",
+                f"free some space or {_elsewhere(path)}, then run the same command again; finished stages are kept",
             ) from error
         if isinstance(error, OSError) and error.errno in _UNWRITABLE and _concerns(error, path):
-            raise UserError(f"cannot write {path}: {error.strerror}", "choose another --output") from error
+            raise UserError(f"cannot write {path}: {error.strerror}", _elsewhere(path)) from error
         raise
+
+
+_FULL = ("No space left on device", "os error 28", "Not enough disk space")
+"""Python's, safetensors' and datasets' words for it."""
+
+
+def _elsewhere(path: Path) -> str:
+    from halfbyte.records.digests import cache_folder  # which imports this module
+
+    return "set $HALFBYTE_CACHE to another folder" if path.is_relative_to(cache_folder()) else "choose another --output"
 
 
 def _concerns(error: OSError, path: Path) -> bool:

@@ -93,6 +93,14 @@ def test_a_cached_record_that_has_changed_is_computed_again(
     assert load_record(Path("two/tiny_choice")).seal != load_record(Path("one/tiny_choice")).seal
 
 
+def test_what_is_left_of_a_cached_record_is_computed_again(tiny: Eval, cache: Path) -> None:
+    assert tiny("--output", "one") == 0
+    (record,) = cache.glob("evaluations/*/*/record.json")
+    record.unlink()
+    assert tiny("--output", "two") == 0
+    assert record.is_file()
+
+
 def test_of_two_processes_one_computes_and_the_other_waits(tmp_path: Path, tiny_model_folder: Path) -> None:
     write_tiny_tasks(tmp_path / "tasks")
     cache = tmp_path / "shared-cache"

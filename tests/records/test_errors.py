@@ -30,3 +30,12 @@ def test_a_full_disk_says_that_finished_stages_are_kept(number: int, tmp_path: P
 def test_an_error_about_another_place_stays_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(PermissionError), disk_full_is_a_user_error(tmp_path / "output"):
         raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/data.json")
+
+
+def test_a_cache_that_cannot_be_written_says_how_to_name_another(cache: Path) -> None:
+    full, locked = OSError(errno.ENOSPC, "No space left"), OSError(errno.EROFS, "Read-only", str(cache / "x"))
+    for error in (full, locked, OSError("Not enough disk space. Needed: Unknown size")):
+        with pytest.raises(UserError) as caught, disk_full_is_a_user_error(cache / "x"):
+            raise error
+        assert "$HALFBYTE_CACHE" in str(caught.value.hint)
+        assert "--output" not in str(caught.value)
