@@ -13,11 +13,12 @@ from halfbyte.reports.metrics import SHARE
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.power import (
     POWER,
+    Spread,
     chance_to_pass,
     detectable_loss,
-    fewest_questions,
     flip_deviation,
     questions_needed,
+    samples_needed,
 )
 from halfbyte.reports.tables import Table
 
@@ -93,10 +94,8 @@ def outlook(task: PlannedTask, flips: float, policy: Policy) -> Outlook:
     deviation = flip_deviation(flips / 2, flips / 2) / task.samples**0.5
     needed = questions_needed(deviation, margin, margin, policy.alpha)
     single = flip_deviation(flips / 2, flips / 2)
-    samples = None
-    if task.questions >= fewest_questions(margin, policy.alpha):
-        share = questions_needed(single, margin, margin, policy.alpha)
-        samples = None if share is None else max(1, -(-share // task.questions))
+    luck = Spread(between=0.0, within=single**2, samples=1)
+    samples = samples_needed(luck, task.questions, margin, margin, policy.alpha)
     return Outlook(
         task=task.task,
         questions=task.questions,

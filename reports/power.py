@@ -1,7 +1,8 @@
 """How much evidence is enough: the losses that so many questions can show, and the questions that a margin needs.
 
-Normal approximations of the tests in statistics.py, as statsmodels' normal_power and normal_sample_size_one_tail, with
-the half question by which their intervals are corrected, and never below what they need where nothing flips.
+Normal approximations of the tests in statistics.py, as statsmodels' normal_power_het and normal_sample_size_one_tail
+with a deviation of its own under the null, with the half question by which their intervals are corrected, and never
+below what they need where nothing flips.
 """
 
 from __future__ import annotations
@@ -46,6 +47,22 @@ def flip_deviation(lost: float, gained: float) -> float:
     return math.sqrt(lost + gained - (lost - gained) ** 2)
 
 
+def null_deviation(loss: float, deviation: float, margin: float, width: float = 1.0) -> float:
+    """The standard deviation that the score test reckons with: that of a loss which is the margin.
+
+    Tango's, for the rates of lost and gained that have this loss and deviation; `deviation` itself for a metric without
+    bounds (width 0), which has no score test.
+    """
+    if width == 0 or not 0 < margin < width:
+        return deviation
+    m, d = margin / width, loss / width
+    flips = (deviation / width) ** 2 + d * d
+    gained = max(0.0, (flips - d) / 2)
+    half = -flips + (2 - d) * m
+    root = math.sqrt(half * half + 8 * gained * m * (1 - m))
+    return width * math.sqrt((root - half) / 2 + m * (1 - m))
+
+
 def chance_to_pass(
     loss: float, deviation: float, questions: float, margin: float, alpha: float = ALPHA, width: float = 1.0
 ) -> float:
@@ -55,7 +72,8 @@ def chance_to_pass(
     room = margin - loss - width / (2 * questions)
     if deviation == 0:
         return float(room > 0)
-    return float(special.ndtr(room * math.sqrt(questions) / deviation - z_quantile(alpha)))
+    assumed = null_deviation(loss, deviation, margin - width / (2 * questions), width)
+    return float(special.ndtr((room * math.sqrt(questions) - z_quantile(alpha) * assumed) / deviation))
 
 
 def detectable_loss(deviation: float, questions: float, alpha: float = ALPHA, power: float = POWER) -> float:
@@ -64,9 +82,13 @@ def detectable_loss(deviation: float, questions: float, alpha: float = ALPHA, po
     It is also the smallest margin that a candidate which lost nothing passes with that probability. Never below the
     upper end of the interval without flips.
     """
-    z = z_quantile(alpha)
-    seen = max((z + float(special.ndtri(power))) * deviation / math.sqrt(questions), z * z / (questions + z * z))
-    return seen + 0.5 / questions
+    z, more = z_quantile(alpha), float(special.ndtri(power)) * deviation
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        seen = middle * math.sqrt(questions) >= z * null_deviation(0.0, deviation, middle) + more
+        low, high = (low, middle) if seen else (middle, high)
+    return high + 0.5 / questions
 
 
 def questions_needed(
@@ -75,15 +97,23 @@ def questions_needed(
     """How many questions tell a loss at `distance` from the margin apart from it; None when no number would."""
     if not distance > 0:
         return None
-    needed = max(_questions(deviation, distance, alpha, power, width), fewest_questions(margin, alpha, width))
+    needed = max(
+        _questions(margin - distance, deviation, margin, alpha, power, width), fewest_questions(margin, alpha, width)
+    )
     return math.ceil(needed) if needed <= _TOO_MANY else None
 
 
-def _questions(deviation: float, distance: float, alpha: float, power: float, width: float) -> float:
-    """The n with z deviation / sqrt(n) + width / (2 n) = distance, where z is that of both errors."""
-    z = z_quantile(alpha) + float(special.ndtri(power))
-    root = (z * deviation + math.sqrt((z * deviation) ** 2 + 2 * width * distance)) / (2 * distance)
-    return root * root
+def _questions(loss: float, deviation: float, margin: float, alpha: float, power: float, width: float) -> float:
+    """The n with (z_alpha null deviation + z_power deviation) / sqrt(n) + width / (2 n) = |margin - loss|."""
+    distance, side = abs(margin - loss), math.copysign(width / 2, margin - loss)
+    found = math.inf
+    for _ in range(20):  # the null deviation depends on n a little
+        assumed = null_deviation(loss, deviation, margin - side / found, width)
+        sum_ = z_quantile(alpha) * assumed + float(special.ndtri(power)) * deviation
+        found = ((sum_ + math.sqrt(sum_ * sum_ + 2 * width * distance)) / (2 * distance)) ** 2
+        if not 0 < found < math.inf:
+            break
+    return found
 
 
 def questions_to_settle(
@@ -113,7 +143,7 @@ def questions_to_settle(
         return None
     passes = loss.loss < margin
     error = alpha if passes else fail_alpha
-    needed = _questions(loss.deviation, distance, error, power, width)
+    needed = _questions(loss.loss, loss.deviation, margin, error, power, width)
     if loss.mcnemar_p is not None:
         rates = loss.lost / loss.questions, loss.gained / loss.questions
         sign, z = (1 if passes else -1), z_quantile(error)
@@ -174,8 +204,17 @@ def samples_needed(
     """How many samples of each of these questions would settle it; None when only more questions would."""
     if not distance > 0 or questions < fewest_questions(margin, alpha):
         return None
-    z = z_quantile(alpha) + float(special.ndtri(power))
-    room = questions * (max(distance - 0.5 / questions, 0.0) / z) ** 2 - found.between
-    if room <= 0:
-        return None
-    return max(1, math.ceil(found.within / room))
+
+    def enough(samples: int) -> bool:
+        return chance_to_pass(margin - distance, found.deviation(samples), questions, margin, alpha) >= power
+
+    high = 1
+    while not enough(high):
+        high *= 2
+        if high > _TOO_MANY:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high

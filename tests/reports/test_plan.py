@@ -38,15 +38,16 @@ def test_what_is_no_task_is_refused(text: str, message: str) -> None:
 
 def test_gsm8k_alone_cannot_certify_one_point_unless_few_answers_flip() -> None:
     task = PlannedTask("gsm8k", 1319)
-    assert outlook(task, 0.02, RELEASE).passes == pytest.approx(0.796, abs=0.01)
+    assert outlook(task, 0.02, RELEASE).passes == pytest.approx(0.752, abs=0.01)
     assert outlook(task, 0.05, RELEASE).passes == pytest.approx(0.466, abs=0.01)
-    assert outlook(task, 0.05, RELEASE).needed == pytest.approx(3191, abs=3)
+    assert outlook(task, 0.05, RELEASE).needed == pytest.approx(3260, abs=3)
 
 
 def test_thirty_questions_cannot_certify_one_point_however_often_they_are_asked() -> None:
     found = outlook(PlannedTask("aime", 30, 64), 0.05, RELEASE)
     assert (found.passes, found.samples_needed) == (0.0, None)
-    assert found.needed == fewest_questions(0.01)
+    assert found.needed is not None
+    assert found.needed >= fewest_questions(0.01)
 
 
 def test_the_measured_rate_is_that_of_the_records(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +16,13 @@ from halfbyte.reports.power import (
     detectable_loss,
     fewest_questions,
     flip_deviation,
+    null_deviation,
     questions_needed,
     questions_to_settle,
     samples_needed,
     spread,
 )
-from halfbyte.reports.statistics import Interval, half_question_wider, score_interval, tango_interval
+from halfbyte.reports.statistics import Interval, half_question_wider, score_interval, tango_interval, tango_score
 
 SHARE = (0.0, 1.0)
 
@@ -46,7 +49,11 @@ def test_the_fewest_questions_are_those_at_which_no_flip_passes(margin: float) -
 def test_the_chance_to_pass_agrees_with_statsmodels(loss: float, lost: float, gained: float, n: int) -> None:
     power = pytest.importorskip("statsmodels.stats.power")
     deviation = flip_deviation(lost, gained)
-    expected = power.normal_power(0.01 - loss - 0.5 / n, n, 0.05, alternative="larger", sigma=deviation)
+    room = 0.01 - 0.5 / n
+    expected = power.normal_power_het(
+        room - loss, n, 0.05, std_null=null_deviation(loss, deviation, room), std_alternative=deviation,
+        alternative="larger",
+    )  # fmt: skip
     assert chance_to_pass(loss, deviation, n, 0.01) == pytest.approx(expected, abs=1e-9)
 
 
@@ -67,7 +74,9 @@ def test_the_questions_needed_agree_with_statsmodels_sample_size() -> None:
     power = pytest.importorskip("statsmodels.stats.power")
     needed = questions_needed(math.sqrt(0.05), 0.01, 0.01)
     assert needed is not None
-    expected = power.normal_sample_size_one_tail(0.01 - 0.5 / needed, 0.8, 0.05, std_null=math.sqrt(0.05))
+    room = 0.01 - 0.5 / needed
+    assumed = null_deviation(0.0, math.sqrt(0.05), room)
+    expected = power.normal_sample_size_one_tail(room, 0.8, 0.05, std_null=assumed, std_alternative=math.sqrt(0.05))
     assert needed == pytest.approx(expected, abs=1)
     found = questions_to_settle(loss_of([1.0] * 25 + [0.0] * 25 + [1.0] * 950, [0.0] * 25 + [1.0] * 975), 0.01)
     assert found == needed
@@ -146,3 +155,22 @@ def test_the_samples_needed_do_settle_it() -> None:
         first, second = (rng.binomial(needed, p) / needed for _ in range(2))
         passed += half_question_wider(score_interval(first - second), 500).high < 0.03
     assert passed / 60 > 0.65
+
+
+@pytest.mark.parametrize("questions", [500, 1319, 14_042])
+@pytest.mark.parametrize("lost", [0.002, 0.005, 0.01, 0.025, 0.05])
+def test_the_chance_to_pass_never_promises_more_than_the_gate_keeps(questions: int, lost: float) -> None:
+    """Of candidates that lost nothing, against the exact rate; with few flips the approximation is at its worst."""
+    script = runpy.run_path(str(Path(__file__).resolve().parent.parent / "gate_calibration.py"))
+    exact = script["exact_rate"](questions, lost, lost, 0.01)
+    found = chance_to_pass(0.0, flip_deviation(lost, lost), questions, 0.01)
+    assert exact - (0.05 if lost * questions > 2 else 0.12) < found < exact + 0.01
+
+
+def test_the_null_deviation_is_tangos() -> None:
+    for lost, gained, margin in ((0.03, 0.01, 0.01), (0.2, 0.0, 0.05), (0.0, 0.0, 0.02)):
+        loss = lost - gained
+        score = float(tango_score(1000 * lost, 1000 * gained, 1000, margin))
+        found = null_deviation(loss, flip_deviation(lost, gained), margin)
+        assert (loss - margin) * math.sqrt(1000) / found == pytest.approx(score, abs=1e-9)
+    assert null_deviation(0.0, 0.3, 0.1, width=0) == 0.3
