@@ -111,7 +111,7 @@ def usage(reply: dict[str, Any], name: str, served: Served) -> int:
     """
     counts = reply.get("usage")
     count = counts.get(name) if isinstance(counts, dict) else None
-    if not isinstance(count, int):
+    if not isinstance(count, int) or count < 0:
         raise UserError(
             f"{served} does not report usage.{name}, without which nobody sees whether it cuts prompts",
             "use a server that reports usage",

@@ -68,7 +68,8 @@ def identify(endpoint: Endpoint, model: str | None) -> Served:
     Raises:
         UserError: when it cannot be reached, or serves no such model, or several and none is named.
     """
-    models = {str(entry.get("id")): entry for entry in endpoint.get("models").get("data") or []}
+    told = endpoint.get("models").get("data")
+    models = {str(one.get("id")): one for one in (told if isinstance(told, list) else []) if isinstance(one, dict)}
     if model is None and len(models) != 1:
         listed = ", ".join(models) or "none"
         raise UserError(f"{endpoint.base} serves {len(models)} models: {listed}", "name one in evaluate.server.model")
@@ -78,8 +79,10 @@ def identify(endpoint: Endpoint, model: str | None) -> Served:
     entry = models[name]
     owner = str(entry.get("owned_by") or "unknown server")
     kind = _OWNERS.get(owner, owner)
-    meta = entry.get("meta") or {}
-    window = entry.get("max_model_len") or meta.get("n_ctx")
+    meta = entry.get("meta")
+    window = entry.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
+    if not isinstance(window, (int, float)):
+        window = None
     properties = endpoint.ask_if_known("/props") or {} if kind == "llamacpp" else {}
     version = _version(endpoint, properties)
     path = entry.get("root") or properties.get("model_path")

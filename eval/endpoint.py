@@ -158,7 +158,7 @@ class Endpoint:
                 f"no server answers at {url}: {_reason(error)}",
                 f"start it, or correct evaluate.server.base_url; {GO_ON}",
             ) from error
-        except (requests.RequestException, UnicodeError) as error:
+        except (requests.RequestException, ValueError) as error:  # ValueError: a redirection to what is no address
             raise UserError(f"{url} cannot be asked: {_reason(error)}", "check evaluate.server.base_url") from error
         if response.status_code >= 400:
             raise self._refused(url, response, payload, retries)
@@ -194,7 +194,7 @@ def _tries(retries: int) -> str:
 def _object(url: str, response: requests.Response) -> dict[str, Any]:
     try:
         content = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise UserError(
@@ -208,7 +208,7 @@ def _message(response: requests.Response) -> str:
     """What a server says about an error: OpenAI's {"error": {"message": ...}}, FastAPI's {"detail": ...}, or text."""
     try:
         content: Any = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return _quoted(response.text)
     for name in ("error", "message", "detail"):
         if isinstance(content, dict) and content.get(name):

@@ -139,7 +139,8 @@ class ServerBackend:
         if text is not None and not isinstance(text, str):
             raise UserError(f"{self.served} gives {text!r} as the generated text", "look at the server's log")
         # A reasoning parser gives no content where the limit was reached while thinking.
-        text = cut(text or "", prompt.sampling.until, self.local)
+        whole = (text or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half an emoji is no text
+        text = cut(whole, prompt.sampling.until, self.local)
         return Generated(text, found["tokens"], self._stop(found, prompt), prompt.seed)
 
     def _completed(self, ids: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:

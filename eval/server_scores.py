@@ -82,14 +82,17 @@ def _next(completions: Completions, request: Request) -> Score:
     found = choice(completions.ask(request.context, asked), completions.served).get("logprobs")
     content = found.get("content") if isinstance(found, dict) else None
     if isinstance(content, list) and content:  # in the shape of chat completions, as llama.cpp has it
-        first = content[0]
+        first = content[0] if isinstance(content[0], dict) else {}
         if request.continuation and first.get("id", request.continuation[0]) != request.continuation[0]:
             raise UserError(f"{completions.served} answers with another token than the one asked for")
-        tops = [entry.get("logprob") for entry in first.get("top_logprobs") or []]
+        told = first.get("top_logprobs")
+        tops = [one.get("logprob") for one in (told if isinstance(told, list) else []) if isinstance(one, dict)]
         return _score(completions, first.get("logprob"), tops)
-    if not isinstance(found, dict) or not found.get("token_logprobs"):
+    values = found.get("token_logprobs") if isinstance(found, dict) else None
+    most = found.get("top_logprobs") if isinstance(found, dict) else None
+    if not isinstance(values, list) or not values:
         raise UserError(f"{completions.served} gives no log-probability of a generated token")
-    return _score(completions, found["token_logprobs"][0], _numbers((found.get("top_logprobs") or [{}])[0]))
+    return _score(completions, values[0], _numbers(most[0]) if isinstance(most, list) and most else [])
 
 
 def _numbers(top: Any) -> list[Any]:

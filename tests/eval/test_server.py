@@ -178,6 +178,9 @@ def test_each_sample_is_drawn_with_its_own_seed(brain: Brain, tiny_tokenizer: An
         (Faults(window=None), "does not say how long a prompt may be"),
         (Faults(key="secret"), r"refuses a request without a key \(\$HALFBYTE_TEST_KEY is not set\)"),
         (Faults(fails_after=0), "answers 500, at each of 2 tries: CUDA error"),
+        (Faults(says='{"data": 5}'), "serves 0 models: none"),
+        (Faults(says='{"data": ["a"]}'), "serves 0 models: none"),
+        (Faults(says="[" * 100_000), "no JSON object"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value)[:40],
 )
@@ -326,3 +329,24 @@ def test_each_text_is_told_of_when_it_has_ended(brain: Brain, tiny_tokenizer: An
         backend.told = lambda: ended.append(len(ended))
         backend.generate([_prompt(tiny_tokenizer, f"the cat {at}") for at in range(5)])
     assert ended == list(range(5))
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        5, [], {"content": [5]}, {"content": [{"logprob": -1.0, "top_logprobs": 5}]},
+        {"content": [{"logprob": -1.0, "top_logprobs": [5]}]}, {"token_logprobs": 5}, {"token_logprobs": {"a": 1}},
+        {"token_logprobs": [-1.0] * 99, "top_logprobs": 5},
+    ],
+)  # fmt: skip
+def test_log_probabilities_of_another_shape_are_one_line(brain: Brain, tiny_tokenizer: Any, nonsense: Any) -> None:
+    with serving(brain, Faults(overwrites={"logprobs": nonsense})) as server:
+        backend = open_server(server.spec(), tiny_tokenizer)
+        with pytest.raises(UserError, match="gives no log-probabilities"):
+            backend.score([Request((5, 6), (7,))], backend.score_batches([Request((5, 6), (7,))])[0])
+
+
+def test_half_an_emoji_does_not_end_an_evaluation(brain: Brain, tiny_tokenizer: Any) -> None:
+    with serving(brain, Faults(overwrites={"text": "ok \ud83d and \ud83d\ude00"})) as server:
+        (found,) = open_server(server.spec(), tiny_tokenizer).generate([_prompt(tiny_tokenizer, "the cat")])
+    assert found.text == "ok \ufffd and \U0001f600"

@@ -57,6 +57,8 @@ class Faults:
     slow: float = 0.0
     """Seconds before each answer."""
     null_content: bool = False
+    overwrites: dict[str, Any] = field(default_factory=dict)
+    """Parts of each choice, in place of what is right."""
 
 
 @dataclass
@@ -191,6 +193,7 @@ def _completion(brain: Brain, faults: Faults, payload: dict[str, Any], *, chat: 
         choice["text"] = made.text
     if payload.get("logprobs"):
         choice["logprobs"] = _logprobs(brain, faults, ids, made.ids, bias, echo=bool(payload.get("echo")))
+    choice.update(faults.overwrites)
     usage = {"prompt_tokens": len(ids), "completion_tokens": made.count}
     return {"choices": [choice], **({} if faults.no_usage else {"usage": usage})}
 
