@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import yaml
+
 from halfbyte.records.digests import cache_folder, file_digests, value_digest
 from halfbyte.records.errors import UserError
 
@@ -125,7 +127,10 @@ def loading(name: str, root: Path | None) -> Iterator[None]:
     except ValueError as error:
         if not any(sign in str(error) for sign in ("BuilderConfig", "Unknown split", "Config name is missing")):
             raise
-        raise UserError(f"data set '{name}': {' '.join(str(error).split())}") from error
+        hint = "its README.md on the hub names its configurations: put it beside the files" if local else None
+        raise UserError(f"data set '{name}': {' '.join(str(error).split())}", hint) from error
+    except yaml.YAMLError as error:
+        raise UserError(f"the README.md of data set '{name}' begins with no valid YAML: {error}") from error
     finally:
         datasets.config.HF_HUB_OFFLINE = before
         if local and not bars:
