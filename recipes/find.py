@@ -65,7 +65,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Reads, completes and validates a recipe.
 
     A relative path inside a recipe (a calibration file, a model folder, a policy) is looked for beside the
-    recipe file first; what is not there is left as it is, relative to the current folder or a hub id.
+    recipe file first; what is not there is left as it is, relative to the current folder or a hub id. The texts of
+    the shipped recipes are found from everywhere.
 
     Args:
         name_or_path: A shipped name (demo-fp8) or the path of a .yaml file, relative to the current folder.
@@ -171,6 +172,7 @@ def _with_base(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         return content
     if not isinstance(base, str):
         raise UserError(f"{path}: base is {base!r}: it must be the name or path of a recipe")
+    content.setdefault("description", f"{base}, with changes of its own.")
     near = path.parent / base
     under = near if base.endswith(SUFFIXES) and near.is_file() else find_recipe(base)
     return _merged(_with_base(under, (*above, path)), content)
@@ -185,7 +187,11 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beside(value: Any, folder: Path, key: str | None = None) -> Any:
-    """Makes the relative paths that exist beside the recipe absolute, wherever they stand in it."""
+    """Makes the relative paths that exist beside the recipe absolute, wherever they stand in it.
+
+    A text that is neither there nor in the current folder is looked for beside the shipped recipes, so that a copy
+    of one of these runs anywhere.
+    """
     if isinstance(value, dict):
         return {name: _beside(one, folder, name) for name, one in value.items()}
     if isinstance(value, list):
@@ -196,6 +202,9 @@ def _beside(value: Any, folder: Path, key: str | None = None) -> Any:
         # policy is not taken for a folder that happens to lie there.
         if (path.is_file() and path.suffix) or (key == "id" and path.is_dir()):
             return str(path.resolve())
+        shipped = Path(str(files("halfbyte.recipes"))) / "llm" / value
+        if key == "dataset" and shipped.suffix == ".txt" and shipped.is_file() and not Path(value).exists():
+            return str(shipped)
     return value
 
 

@@ -69,6 +69,22 @@ def test_the_shipped_demo_recipes_bring_their_texts() -> None:
     assert not set(lines) & set(fidelity.read_text(encoding="utf-8").splitlines())
 
 
+def test_a_copy_of_a_shipped_recipe_finds_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(recipe_text("demo-fp8"), encoding="utf-8")
+    assert load_recipe(str(copy)) == load_recipe("demo-fp8")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo-calibration.txt").write_text("My own.", encoding="utf-8")
+    (own,) = load_recipe(str(copy)).quantize.calibration.sources
+    assert own.dataset == str(tmp_path / "demo-calibration.txt")
+
+
+def test_a_recipe_does_not_take_the_description_of_its_base(tmp_path: Path) -> None:
+    over = tmp_path / "over.yaml"
+    over.write_text("base: demo-fp8\nname: over\nquantize: {preset: nvfp4}\n", encoding="utf-8")
+    assert load_recipe(str(over)).description == "demo-fp8, with changes of its own."
+
+
 def test_a_name_is_found_with_and_without_its_folder() -> None:
     assert find_recipe("demo-fp8") == find_recipe("llm/demo-fp8")
     with pytest.raises(UserError, match="unknown recipe 'image/demo-fp8'"):
