@@ -111,7 +111,7 @@ def loading(name: str, root: Path | None) -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
-    except DatasetGenerationError as error:
+    except (DatasetGenerationError, yaml.YAMLError) as error:  # the YAML is at the head of its README.md
         raise UserError(f"data set '{name}' cannot be read: {error.__cause__ or error}") from error
     except (DatasetNotFoundError, HfHubHTTPError, ConnectionError) as error:
         raise UserError(_reason(name, root, error), _where(name, root)) from error
@@ -129,8 +129,6 @@ def loading(name: str, root: Path | None) -> Iterator[None]:
             raise
         hint = "its README.md on the hub names its configurations: put it beside the files" if local else None
         raise UserError(f"data set '{name}': {' '.join(str(error).split())}", hint) from error
-    except yaml.YAMLError as error:
-        raise UserError(f"the README.md of data set '{name}' begins with no valid YAML: {error}") from error
     finally:
         datasets.config.HF_HUB_OFFLINE = before
         if local and not bars:

@@ -14,7 +14,7 @@ from halfbyte.records.errors import UserError
 @pytest.mark.parametrize(
     ("readme", "expected"),
     [
-        ("---\nconfigs: [\n---\n", "README.md of data set 'owner/questions' begins with no valid YAML"),
+        ("---\nconfigs: [\n---\n", "data set 'owner/questions' cannot be read: while parsing"),
         ("", "'gpqa_diamond' not found.*README.md on the hub names its configurations"),
     ],
 )
