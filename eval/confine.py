@@ -25,7 +25,7 @@ _SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "sigaltstack": (131, 132), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66),
     "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "pipe": (22, None), "pipe2": (293, 59),
     "select": (23, None), "pselect6": (270, 72), "poll": (7, None), "ppoll": (271, 73), "dup": (32, 23),
-    "dup2": (33, None), "dup3": (292, 24), "fcntl": (72, 25), "flock": (73, 32), "fsync": (74, 82),
+    "dup2": (33, None), "dup3": (292, 24), "flock": (73, 32), "fsync": (74, 82),
     "fdatasync": (75, 83), "ftruncate": (77, 46), "getdents": (78, None), "getdents64": (217, 61), "getcwd": (79, 17),
     "chdir": (80, 49), "fchdir": (81, 50), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276),
     "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35),
@@ -43,6 +43,9 @@ _SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22), "restart_syscall": (219, 128),
 }  # fmt: skip
 _CLONE, _CLONE3, _KILL, _TGKILL, _IOCTL, _PRLIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (16, 29), (302, 261)
+_FCNTL = (72, 25)
+_FCNTL_COMMANDS = (*range(8), 1030)
+"""F_DUPFD to F_SETLKW, and F_DUPFD_CLOEXEC: not F_SETOWN and F_SETSIG, which have the kernel signal any process."""
 _OPEN, _OPENAT = (2, None), (257, 56)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH of linux/audit.h
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
@@ -175,6 +178,8 @@ def _filter_system_calls(column: int, architecture: int) -> None:
     program += when(_CLONE3[column], [step(0x06, _ERRNO | _ENOSYS)])  # its flags lie in memory; libc then takes clone
     requests = [step for request in (_TCGETS, _FIONCLEX, _FIOCLEX) for step in when(request, [allow])]
     program += when(_IOCTL[column], [argument(1), *requests, refuse])
+    commands = [step for command in _FCNTL_COMMANDS for step in when(command, [allow])]
+    program += when(_FCNTL[column], [argument(1), *commands, refuse])
     program += when(_KILL[column], [argument(0), *when(os.getpid(), [allow]), refuse])
     program += when(_TGKILL[column], [argument(0), *when(os.getpid(), [allow]), refuse])
     program += when(_PRLIMIT[column], [argument(0), *when(0, [allow]), refuse])

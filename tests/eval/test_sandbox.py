@@ -209,6 +209,8 @@ def test_no_signal_reaches_another_process() -> None:
     assert "PermissionError" in _answer("import os\nos.kill(os.getppid(), 9)")
     assert "PermissionError" in _answer("import os\nos.kill(0, 9)")
     assert "PermissionError" in _answer(f"import os\nos.kill({os.getpid()}, 0)")
+    for command in ("F_SETOWN", "F_SETSIG"):  # the kernel would send the signal at the next byte that comes
+        assert "PermissionError" in _answer(f"import fcntl, os\nfcntl.fcntl(0, fcntl.{command}, os.getppid())")
 
 
 def test_limits_cannot_be_raised() -> None:
