@@ -17,6 +17,7 @@ from halfbyte.records.digests import cache_folder
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
 from halfbyte.records.manifest import hardware
+from halfbyte.records.noise import load_noise
 from halfbyte.records.record import EvaluationRecord, load_record
 from halfbyte.sides import Side, cached_folder, evaluate_into, identify, measure_noise, whole_record
 
@@ -45,12 +46,17 @@ def run(args: Namespace) -> int:
         return 0
     model = records[0].model
     print(f"{args.model}: {model.format}, {model.bits_per_weight:.2f} bits per weight")
-    for record in records:
+    for folder, record in zip(folders, records, strict=True):
+        noise = load_noise(folder) if args.repeat_baseline else None
         for metric in record.metrics:
             if metric.subtask == record.task:
                 spread = "" if metric.stderr is None else f" +- {metric.stderr:.4f}"
                 value = f"{metric.value:.4f}{spread}"
-                print(f"{record.task:24} {metric.metric:16} {metric.filter:18} {value}  n={metric.questions}")
+                again = ""
+                if noise is not None:
+                    _, lost, gained = noise.of(metric.metric, metric.filter)
+                    again = f"  flipped when asked again: {lost + gained}"
+                print(f"{record.task:24} {metric.metric:16} {metric.filter:18} {value}  n={metric.questions}{again}")
     print(f"records: {args.output}")
     return 0
 

@@ -11,6 +11,11 @@ from halfbyte.reports.comparison import Comparison, Cost
 from halfbyte.reports.published import measured_any, overlay_rows
 from halfbyte.reports.tables import Table, labels
 
+SPEED_NOTE = (
+    "Speed is that of the evaluation on its own hardware, with the formats emulated where the hardware lacks them; it "
+    "says nothing about a serving engine."
+)
+
 
 def speed_table(comparisons: Sequence[Comparison]) -> Table:
     """One row a model: its size, and how fast it was evaluated on that side's hardware."""

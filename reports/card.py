@@ -45,7 +45,9 @@ def model_card(comparisons: Sequence[Comparison]) -> str:
         )
         parts.append(piped(losses_table(one, label, baseline)))
         if one.verdict is not None:
-            parts.append(f"Policy `{one.verdict.policy}`: **{one.verdict.verdict}**. {escaped(one.verdict.sentence)}")
+            verdict = one.verdict
+            part = f"Policy `{verdict.policy}`: **{verdict.verdict}**. {escaped(verdict.sentence)}"
+            parts.append(part if verdict.release_evidence else f"{part} Passing this policy is no proof for a release.")
     parts.append(escaped(how_to_read(comparisons[0])))
     parts.append("Measured with [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness) tasks by halfbyte.")
     return "\n\n".join(parts) + "\n"

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from halfbyte.records.record import Fingerprint
 from halfbyte.reports import figures
 from halfbyte.reports.appendix import (
+    SPEED_NOTE,
     layers_tables,
     lengths_table,
     manifest_table,
@@ -83,6 +84,7 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
         digests=[(baseline, comparisons[0].baseline)]
         + [(label, one.candidate) for label, one in zip(names, comparisons, strict=True)],
         speed=speed_table(comparisons),
+        speed_note=SPEED_NOTE,
         lengths=lengths_table(comparisons),
         published=published_overlays(comparisons),
         layers=layers_tables(comparisons),

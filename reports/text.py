@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from halfbyte.reports.appendix import lengths_table, published_overlays, speed_table
+from halfbyte.reports.appendix import SPEED_NOTE, lengths_table, published_overlays, speed_table
 from halfbyte.reports.comparison import Comparison
 from halfbyte.reports.tables import (
     Table,
@@ -90,7 +90,7 @@ def render_markdown(comparisons: Sequence[Comparison]) -> str:
     parts.append(escaped(how_to_read(comparisons[0])))
     for overlay, source in published_overlays(comparisons):
         parts += [f"## Published: {escaped(overlay.title)}", piped(overlay), escaped(source)]
-    parts += ["## Size and speed", piped(speed_table(comparisons))]
+    parts += ["## Size and speed", piped(speed_table(comparisons)), SPEED_NOTE]
     if (lengths := lengths_table(comparisons)) is not None:
         parts += ["## Generated texts", piped(lengths)]
     if notes := all_notes(comparisons):

@@ -213,8 +213,13 @@ def test_what_is_shown_says_what_was_cut(tiny: Eval, capsys: pytest.CaptureFixtu
     assert "tokens before this were cut off" in capsys.readouterr().out
 
 
-def test_a_repetition_leaves_the_noise_floor_beside_the_record(tiny: Eval, cache: Path) -> None:
+def test_a_repetition_leaves_the_noise_floor_beside_the_record(
+    tiny: Eval, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tiny("--output", "out", "--repeat-baseline", tasks="tiny_choice,tiny_generate") == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if "n=24" in line]
+    assert shown
+    assert all("flipped when asked again: " in line for line in shown)
     for task in ("tiny_choice", "tiny_generate"):
         noise = load_noise(Path("out") / task)
         assert noise is not None

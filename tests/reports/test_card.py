@@ -33,6 +33,14 @@ def test_the_card_holds_the_table_and_the_verdict(comparison: Comparison) -> Non
         model_card([])
 
 
+def test_a_card_says_of_a_policy_that_proves_nothing_that_it_does(comparison: Comparison) -> None:
+    words = "Passing this policy is no proof for a release."
+    assert comparison.verdict is not None
+    assert words not in model_card([comparison])
+    weak = comparison.verdict.model_copy(update={"release_evidence": False})
+    assert words in model_card([comparison.model_copy(update={"verdict": weak})])
+
+
 def test_scores_on_data_sets_of_the_hub_become_entries(comparison: Comparison) -> None:
     (entry,) = yaml.safe_load(eval_results(comparison))
     assert entry["dataset"] == {"id": "cais/mmlu", "task_id": "mmlu"}
