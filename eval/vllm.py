@@ -173,7 +173,8 @@ def open_vllm(folder: Path, tokenizer: Any, settings: EvaluateSpec, *, penalty: 
     except ImportError as error:
         raise UserError(
             f"backend vllm needs the package vllm: {error}",
-            "pip install 'halfbyte[vllm]', or start `vllm serve` in an environment of its own and use backend server",
+            "run `pip install '.[vllm]'` in halfbyte's repository, or start `vllm serve` in an environment of its own "
+            "and use backend server",
         ) from error
     arguments: dict[str, Any] = {"dtype": settings.dtype, "seed": settings.seed, **settings.vllm}
     if settings.max_length is not None:

@@ -122,5 +122,5 @@ def test_without_vllm_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     spec = EvaluateSpec(backend="vllm", tasks=[TaskSpec(task="any")])
-    with pytest.raises(UserError, match=r"needs the package vllm.*pip install 'halfbyte\[vllm\]'"):
+    with pytest.raises(UserError, match=r"needs the package vllm.*pip install '\.\[vllm\]'` in halfbyte's repository"):
         open_vllm(tmp_path, tiny_tokenizer, spec)
