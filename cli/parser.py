@@ -84,13 +84,13 @@ def _natural(text: str) -> int:
     return 0 if text.strip() == "0" else _positive(text)
 
 
-def _add_set(parser: ArgumentParser) -> None:
+def _add_set(parser: ArgumentParser, of: str = "the recipe") -> None:
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="override one field of the recipe, such as evaluate.tasks.0.limit=100; may be given several times",
+        help=f"override one field of {of}, such as evaluate.tasks.0.limit=100; may be given several times",
     )
 
 
@@ -199,7 +199,9 @@ def _add_eval(commands: Commands) -> None:
         "--set evaluate.server.base_url=http://localhost:8000/v1",
     )
     parser.add_argument("model", metavar="MODEL", help="hub id, model folder or exported checkpoint")
-    parser.add_argument("--tasks", required=True, metavar="A,B", help="lm-eval tasks or groups, and `smoke`")
+    parser.add_argument(
+        "--tasks", required=True, metavar="A,B", help="lm-eval tasks or groups, and halfbyte's: smoke, math_500, ..."
+    )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="folder for results and samples; not needed to look or to plan"
     )
@@ -232,7 +234,7 @@ def _add_eval(commands: Commands) -> None:
         action="store_true",
         help="cut longer prompts from the left, and count them, in place of an error",
     )
-    _add_set(parser)
+    _add_set(parser, of="a recipe's evaluate block (recipes/schema.py)")
     _add_repeat(parser)
     _add_work(parser)
 
@@ -268,7 +270,7 @@ def _add_gate(commands: Commands) -> None:
         commands,
         "gate",
         "gate",
-        "compare and decide: exit 0 pass, 1 fail, 3 inconclusive",
+        "compare and decide: exit 0 pass, 1 fail, 3 inconclusive, 4 anomaly",
         "  halfbyte gate out/bf16 out/nvfp4 --policy release --junit junit.xml",
     )
     _add_sides(parser, several=False)
@@ -318,7 +320,12 @@ def _add_table(commands: Commands) -> None:
         "  halfbyte table\n  halfbyte table blog1_table1_deepseek_r1 --run runs/deepseek-r1-nvfp4",
     )
     parser.add_argument("table", nargs="?", metavar="TABLE", help="the id of a published table")
-    parser.add_argument("--run", type=Path, metavar="DIR", help="a folder that holds comparison.json")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="a folder that holds comparison.json: of `run`, `report` or `compare --output`",
+    )
 
 
 def _add_recipes(commands: Commands) -> None:
