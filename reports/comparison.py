@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from halfbyte.records.errors import UserError
 from halfbyte.records.files import read_as
 from halfbyte.records.record import Fingerprint, Health, ModelSummary
 from halfbyte.reports.loss import PairedLoss
@@ -254,5 +255,9 @@ def load_comparisons(folder: Path) -> list[Comparison]:
     Raises:
         UserError: when it is missing, or of another version.
     """
+    if not (folder / COMPARISON_FILE).is_file():
+        raise UserError(
+            f"{folder} holds no {COMPARISON_FILE}", "`halfbyte run`, `report` and `compare --output` write one"
+        )
     what = "a comparison of this version of halfbyte"
     return read_as(folder / COMPARISON_FILE, ComparisonFile, what, hint="compare again").comparisons

@@ -78,4 +78,6 @@ def test_the_command_lists_prints_and_overlays(
     shown = capsys.readouterr().out
     assert "seen: secondary, confidence high" in shown
     assert "-1.70" in shown
+    assert main(["table", "blog1_table1_deepseek_r1", "--run", str(tmp_path)]) == 2
+    assert "holds no comparison.json" in capsys.readouterr().err
     assert main(["table", "blog1_table1", "--json"]) == 2
