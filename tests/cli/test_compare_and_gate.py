@@ -67,7 +67,12 @@ def test_compare_takes_several_candidates_and_writes_every_report(
     candidates = [str(sides["good"]), str(sides["bad"])]
     assert main(["compare", str(sides["good-baseline"]), *candidates, "--output", str(output)]) == 0
     shown = capsys.readouterr()
-    assert sorted(path.name for path in output.iterdir()) == ["comparison.json", "model-card.md", "report.html", "report.md"]
+    assert sorted(path.name for path in output.iterdir()) == [
+        "comparison.json",
+        "model-card.md",
+        "report.html",
+        "report.md",
+    ]
     assert str(output / "report.html") in shown.err
     assert str(output) not in shown.out
 
