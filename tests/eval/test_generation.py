@@ -165,7 +165,7 @@ def test_where_memory_is_planned_for_less_the_shortest_wait_and_no_token_is_lost
 ) -> None:
     generator = Generator(tiny_llama, slots=8)
     generator.room = 400  # three slots of 128 tokens, two of 192
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="halfbyte")  # an earlier command line may have made it quiet
     assert generated(generator, long) == [alone(tiny_llama, prompt, long) for prompt in prompts()]
     assert "wait until longer ones are done" in caplog.text
 

@@ -126,7 +126,7 @@ def test_all_of_a_models_end_tokens_end_a_text(backend: Any, llama_factory: Any,
 def test_settings_that_continuous_batching_has_not_go_to_transformers(
     tiny_llama: Any, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="halfbyte")  # an earlier command line may have made it quiet
     sampling = Sampling(until=("\n",), max_gen_toks=12, other=(("no_repeat_ngram_size", 2),))
     found = HFBackend(tiny_llama, tiny_tokenizer).generate(asked(tiny_tokenizer, TEXTS, sampling))
     settings = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False, "no_repeat_ngram_size": 2}
