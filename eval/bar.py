@@ -24,7 +24,7 @@ def work_of(batches: Sequence[Any], sizes: Sequence[int]) -> list[int]:
             work.append(sum(sizes[at] for at in batch.members))
             continue
         prefix = batch.rows[0].context[: batch.prefix]
-        work.append(sum(row.length - batch.prefix for row in batch.rows) + (batch.prefix if prefix != known else 0))
+        work.append(batch.tokens + (batch.prefix if prefix != known else 0))
         known = prefix
     return work
 

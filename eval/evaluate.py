@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from halfbyte.recipes.data import data_root as find_root
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.digests import value_digest
 from halfbyte.records.errors import UserError, disk_full_is_a_user_error
-from halfbyte.records.files import PARTIAL, replace_folder
+from halfbyte.records.files import PARTIAL, hold, replace_folder
 from halfbyte.records.record import OUR_TASKS, RECORD_FILE, SCHEMA_VERSION, EvaluationRecord, ModelSummary, load_record
 
 if TYPE_CHECKING:
@@ -241,12 +240,8 @@ def _held(folder: Path) -> Iterator[None]:
     """Keeps a second process, whose answers would mix with ours, out of a folder; a kill frees it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process evaluates into {folder.with_suffix('')}", "wait for it, or give another --output"
-            ) from None
+        message = f"another process evaluates into {folder.with_suffix('')}"
+        hold(descriptor, message, "wait for it, or give another --output")
         yield
     finally:
         os.close(descriptor)

@@ -20,7 +20,7 @@ from torch import Tensor
 from halfbyte.eval.backend import Stop
 from halfbyte.eval.decoding import Decoder, rounded
 from halfbyte.eval.sampling import Dice
-from halfbyte.eval.scorer import alike, attention_window, depends_on_length
+from halfbyte.eval.scorer import BUDGETS, alike, attention_window, depends_on_length
 from halfbyte.eval.sharing import Batch, Request, Row, plan
 from halfbyte.eval.slots import Layers, Prefill, bytes_a_token, own_attention, running, shapes_of
 
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 SLOTS = {"cuda": 256, "cpu": 32}
 """Sequences at once."""
-BUDGETS = {"cuda": 16384, "cpu": 2048}
-"""Tokens a forward pass over prompts."""
 _OF_MEMORY = 0.75
 """The part of a GPU's memory, after the weights, that slots may take."""
 

@@ -34,12 +34,17 @@ def lay_out(rows: Sequence[Row], prefix: int, *, packed: bool) -> Layout:
     return Layout(ids, [(at, 0) for at in range(len(rows))])
 
 
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to be added to attention's scores, of what is seen (bool)."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
 def masked(model: Any, rows: Sequence[Row], prefix: int, layout: Layout) -> dict[str, Tensor]:
     """Positions and mask under which a token sees the prefix, the context of its row, and its own branch up to itself.
 
     Needed where a row has several branches or a sequence several rows.
     """
-    shape, device, dtype = layout.ids.shape, model.device, model.dtype
+    shape, device = layout.ids.shape, model.device
     positions = torch.zeros(shape, dtype=torch.long)  # 0 for padding: any that the model has
     number = torch.zeros(shape, dtype=torch.long)  # of the row
     owner = torch.zeros(shape, dtype=torch.long)  # 0: the context; else the number of the branch
@@ -57,5 +62,4 @@ def masked(model: Any, rows: Sequence[Row], prefix: int, layout: Layout) -> dict
     seen &= number[:, None, :] == number[:, :, None]
     seen &= torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).tril()
     seen = torch.nn.functional.pad(seen, (prefix, 0), value=True)
-    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
-    return {"position_ids": positions.to(device), "attention_mask": mask[:, None]}
+    return {"position_ids": positions.to(device), "attention_mask": additive(seen, model.dtype)[:, None]}

@@ -260,21 +260,23 @@ def _try_sharing(model: Any, seed: int) -> str | None:
         Row((*prefix, *tokens[4], *tokens[5]), [tuple(tokens[6][: size // 2 + 1]), tuple(tokens[7][: size // 2])]),
     ]
     try:
+        cache = _cached(model, prefix)
+        if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+            return f"{type(model).__name__} caches more than keys and values"
+        alone = [
+            [model(torch.tensor([[*row.context, *branch]], device=model.device), use_cache=False).logits[0, -1].float()
+             for branch in row.branches]
+            for row in rows
+        ]  # fmt: skip
         for packed in (False, True):
             layout = lay_out(rows, size, packed=packed)
-            cache = _for_rows(_cached(model, prefix), len(layout.ids))
-            if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-                return f"{type(model).__name__} caches more than keys and values"
-            options = masked(model, rows, size, layout)
-            ids = layout.ids.to(model.device)
-            together = model(ids, past_key_values=cache, use_cache=True, **options).logits.float()
-            for row, (sequence, start) in zip(rows, layout.starts, strict=True):
+            options = {"past_key_values": _for_rows(cache, len(layout.ids)), **masked(model, rows, size, layout)}
+            together = model(layout.ids.to(model.device), use_cache=True, **options).logits.float()
+            for row, logits, (sequence, start) in zip(rows, alone, layout.starts, strict=True):
                 end = start + len(row.context) - size - 1
-                for branch in row.branches:
+                for branch, expected in zip(row.branches, logits, strict=True):
                     end += len(branch)
-                    whole = torch.tensor([[*row.context, *branch]], device=model.device)
-                    alone = model(whole, use_cache=False).logits[0, -1].float()
-                    if branch and not alike(together[sequence, end], alone):
+                    if branch and not alike(together[sequence, end], expected):
                         return f"{type(model).__name__} does not read them from a cache"
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         return f"a shared prefix fails: {error}"

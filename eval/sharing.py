@@ -75,11 +75,14 @@ class Batch:
         return max(row.length for row in self.rows) - self.prefix
 
     @property
+    def tokens(self) -> int:
+        """Tokens of the rows, without the prefix and padding."""
+        return sum(row.length - self.prefix for row in self.rows)
+
+    @property
     def computed(self) -> int:
         """Tokens of the pass, padding included and the prefix not."""
-        if self.packed:
-            return sum(row.length - self.prefix for row in self.rows)
-        return len(self.rows) * self.width
+        return self.tokens if self.packed else len(self.rows) * self.width
 
 
 def make_rows(requests: Sequence[Request], budget: int, *, branch: bool = True) -> list[Row]:
@@ -225,9 +228,10 @@ def plan(
     rows = make_rows(requests, budget, branch=share and branch)
     batches = []
     for prefix, group in make_groups(rows) if share else [(0, rows)]:
-        packed = prefix > 0 and pack is not None
-        parts = _fill(group, prefix, min(pack or 0, budget)) if packed else _cut(group, prefix, budget)
-        batches += [Batch(prefix, part, packed) for part in parts]
+        if prefix and pack is not None:
+            batches += [Batch(prefix, part, packed=True) for part in _fill(group, prefix, min(pack, budget))]
+        else:
+            batches += [Batch(prefix, part) for part in _cut(group, prefix, budget)]
     # The batches of a group stay neighbours, since its prefix is computed for the first and kept for the rest.
     longest: dict[tuple[int, ...], int] = {}
     for batch in batches:

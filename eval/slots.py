@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from halfbyte.eval.layout import additive
+
 NAME = "halfbyte_slots"  # not among transformers' mask functions either, so that its models build no mask
 
 Layers = dict[int, tuple[Tensor, Tensor]]
@@ -100,10 +102,6 @@ def _window(module: Any, options: dict[str, Any]) -> int | None:
     return int(found) if found else None
 
 
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
-
-
 class Prefill:
     """A pass over the beginnings of sequences, padded on the right, behind a prefix that they share.
 
@@ -142,7 +140,7 @@ class Prefill:
             seen = before <= at
             if window is not None:
                 seen &= before > at - window
-            self._masks[known] = _additive(seen, query.dtype)[None, None]
+            self._masks[known] = additive(seen, query.dtype)[None, None]
         return self._masks[known]
 
 
@@ -263,5 +261,5 @@ class Slots:
             seen = before <= at
             if window is not None:
                 seen &= before > at - window
-            self._masks[window] = _additive(seen, dtype)[:, None, None]
+            self._masks[window] = additive(seen, dtype)[:, None, None]
         return self._masks[window]

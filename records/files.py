@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from halfbyte.records.errors import UserError, disk_full_is_a_user_error
 
@@ -130,6 +131,18 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def hold(file: int | IO[str], message: str, hint: str) -> None:
+    """Locks an open file or folder for this process until it is closed; a kill frees it.
+
+    Raises:
+        UserError: with this message and hint, when another process holds it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(message, hint) from None
 
 
 def sync_files(folder: Path) -> None:

@@ -223,8 +223,8 @@ class EvaluationRecord(_Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One question of one subtask under one filter, as lm-eval wrote it."""
+class SampleIdentity:
+    """Which question of which subtask a sample line is of, under which filter."""
 
     subtask: str
     filter: str
@@ -232,6 +232,17 @@ class Sample:
     doc_hash: str
     prompt_hash: str
     target_hash: str
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What pairs it with the same question of another record."""
+        return (self.subtask, self.filter, self.doc_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample(SampleIdentity):
+    """One question of one subtask under one filter, as lm-eval wrote it."""
+
     metrics: dict[str, float]
     """Per-question values by metric name."""
     raw: dict[str, Any]
@@ -242,11 +253,6 @@ class Sample:
     """One a sample; None where nothing is generated, and in records of version 1."""
     answered: list[bool] | None = None
     """For each sample, whether this filter found an answer in it; None where the filter looks for none."""
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What pairs it with the same question of another record."""
-        return (self.subtask, self.filter, self.doc_id)
 
 
 def load_record(folder: Path) -> EvaluationRecord:

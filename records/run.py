@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfbyte.records.errors import UserError, disk_full_is_a_user_error
+from halfbyte.records.errors import disk_full_is_a_user_error
+from halfbyte.records.files import hold
 
 ENDINGS = (".partial", ".old")
 
@@ -75,10 +75,5 @@ class RunFolder:
             self.root.mkdir(parents=True, exist_ok=True)
             file = (self.root / ".lock").open("w")
         with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"another process works in {self.root}", "wait for it, or choose another --output"
-                ) from None
+            hold(file, f"another process works in {self.root}", "wait for it, or choose another --output")
             yield

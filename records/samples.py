@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.records.errors import UserError
-from halfbyte.records.record import EvaluationRecord
+from halfbyte.records.record import EvaluationRecord, SampleIdentity
 
 _HEAD = re.compile(rb'\{"doc_id": (\d+), ')
 _NEEDED = {"filter", "metrics", "doc_hash", "prompt_hash", "target_hash"}
@@ -24,15 +24,9 @@ _TAIL = b', "filter": '  # inside a text the quotes would have backslashes
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Line(SampleIdentity):
     """What a comparison needs of one sample line, and where the whole of it is."""
 
-    subtask: str
-    filter: str
-    doc_id: int
-    doc_hash: str
-    prompt_hash: str
-    target_hash: str
     value: Any
     """The metric asked for, as written; None where the line has none."""
     metrics: list[str]
@@ -43,11 +37,6 @@ class Line:
     path: Path
     start: int
     end: int
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What pairs it with the same question of another record."""
-        return (self.subtask, self.filter, self.doc_id)
 
 
 def scan_lines(folder: Path, record: EvaluationRecord, metric: str) -> Iterator[Line]:

@@ -67,7 +67,7 @@ def test_mmlu_five_shot_on_a_cpu(batch_size: int, smollm2: Path, data_root: Path
     end = time.perf_counter()
     ratio = (middle - start) / (end - middle)
     padded = sum(batch.computed for batch in batches)
-    tokens = sum(row.length - batch.prefix for batch in batches for row in batch.rows)
+    tokens = sum(batch.tokens for batch in batches)
     print(
         f"\n{len(requests)} requests: hf backend at batch size {batch_size} {middle - start:.1f} s, "
         f"ours {end - middle:.1f} s, {ratio:.1f} x; {len(batches)} batches, {1 - tokens / padded:.1%} padding, "
@@ -148,7 +148,7 @@ def test_mmlu_five_shot_on_a_gpu(smollm2: Path, data_root: Path) -> None:
     end = time.perf_counter()
     prefixes = {batch.rows[0].context[: batch.prefix] for batch in batches}
     padded = sum(batch.computed for batch in batches)
-    behind = sum(row.length - batch.prefix for batch in batches for row in batch.rows)
+    behind = sum(batch.tokens for batch in batches)
     distinct = behind + sum(map(len, prefixes))
     weights = sum(p.numel() for p in model.parameters()) - 2 * model.get_input_embeddings().weight.numel()
     peak = _matmul_peak()

@@ -18,7 +18,7 @@ from halfbyte.records.record import load_record, read_samples
 pytestmark = pytest.mark.real
 
 TASKS = {
-    "arc_easy": TaskSpec(task="arc_easy", limit=12),
+    "arc_easy": TaskSpec(task="arc_easy", limit=20),
     "arc_challenge": TaskSpec(task="arc_challenge", limit=12),
     "mmlu, no shots": TaskSpec(task="mmlu_anatomy", num_fewshot=0, limit=12),
     "mmlu, five shots": TaskSpec(task="mmlu_anatomy", num_fewshot=5, limit=5),
