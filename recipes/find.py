@@ -129,7 +129,10 @@ def recipe_digest(recipe: Recipe) -> str:
     """
     content = recipe.model_dump(mode="json", exclude={"description"})
     fidelity = content["evaluate"]["fidelity"]
-    for source in [*content["quantize"]["calibration"]["sources"], *([fidelity["source"]] if fidelity else [])]:
+    train = content["train"] or {"sources": [], "sampled": None}
+    sampled = [train["sampled"]["prompts"]] if train["sampled"] and train["sampled"]["prompts"] else []
+    others = [*train["sources"], *sampled, *([fidelity["source"]] if fidelity else [])]
+    for source in [*content["quantize"]["calibration"]["sources"], *others]:
         source["dataset"] = text_identity(source["dataset"])
     return value_digest(content)
 

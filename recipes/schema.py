@@ -6,41 +6,28 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from halfbyte.recipes.sources import ModelSpec, Strict, TextSource
+from halfbyte.recipes.training import TrainSpec
+
+__all__ = [
+    "CalibrationSpec",
+    "CanarySpec",
+    "EvaluateSpec",
+    "FidelitySpec",
+    "GateSpec",
+    "ModelSpec",
+    "QuantizeSpec",
+    "Recipe",
+    "ServerSpec",
+    "TaskSpec",
+    "TextSource",
+    "TrainSpec",
+]
 
 
-class _Strict(BaseModel):
-    # strict: or `limit: true` would be a limit of 1
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class ModelSpec(_Strict):
-    """Where the original model comes from."""
-
-    id: str
-    """Hub id, local folder, or a folder or hub id that holds `gguf_file`."""
-    revision: str | None = None
-    kind: Literal["causal-lm", "flux"] = "causal-lm"
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of the weights as loaded and of what stays unquantized in the checkpoint."""
-    gguf_file: str | None = None
-    """A GGUF file in the folder, opened by transformers and dequantized to `dtype`."""
-
-
-class TextSource(_Strict):
-    """A collection of texts: one of ModelOpt's names, a hub data set, or a local file."""
-
-    dataset: str
-    """A name ModelOpt knows (cnn_dailymail), a hub id (openai/gsm8k), or a path to .jsonl or .txt."""
-    name: str | None = None
-    """Configuration of the hub data set."""
-    split: str = "train"
-    field: str | None = None
-    """Column that holds the text; by default the first of text, question, prompt, content that exists."""
-    samples: int = Field(default=512, ge=1)
-
-
-class CalibrationSpec(_Strict):
+class CalibrationSpec(Strict):
     """What the activations are measured on."""
 
     sources: list[TextSource] = Field(min_length=1)
@@ -50,7 +37,7 @@ class CalibrationSpec(_Strict):
     seed: int = Field(default=1234, ge=0, lt=2**32)
 
 
-class QuantizeSpec(_Strict):
+class QuantizeSpec(Strict):
     """The quantization, in ModelOpt's own words: exactly one of recipe, preset, or quant_cfg."""
 
     recipe: str | None = None
@@ -63,7 +50,7 @@ class QuantizeSpec(_Strict):
     """ModelOpt's calibration algorithm; only beside an inline quant_cfg."""
     kv_cache: Literal["fp8", "fp8_cast", "fp8_affine", "nvfp4", "nvfp4_cast", "nvfp4_affine"] | None = None
     """KV-cache quantizers added to a preset or an inline quant_cfg."""
-    keep: list[str] = []
+    keep: list[str] = Field(default_factory=list)
     """Layers that stay as they are whatever the recipe or preset says, by name or pattern: lm_head, '*.layers.0.*'.
     A KV cache stays quantized in all of them."""
     calibration: CalibrationSpec
@@ -105,7 +92,7 @@ _GENERATION: dict[str, tuple[Callable[[Any], bool], str]] = {
 """What lm-eval and the backends take without a look, and then drop, replace or fail on."""
 
 
-class TaskSpec(_Strict):
+class TaskSpec(Strict):
     """One lm-eval task or group."""
 
     task: str = Field(pattern=r"^[^/.\s][^/\s]*$")  # it names a folder
@@ -131,7 +118,7 @@ class TaskSpec(_Strict):
         return self
 
 
-class FidelitySpec(_Strict):
+class FidelitySpec(Strict):
     """Distance of the candidate's token distributions from the baseline's on a text."""
 
     source: TextSource
@@ -143,7 +130,7 @@ class FidelitySpec(_Strict):
     """What is put between the texts of the source."""
 
 
-class CanarySpec(_Strict):
+class CanarySpec(Strict):
     """A few prompts through the checkpoint before hours are spent on it; what fails here is broken, not a bit worse.
 
     Both models are loaded in this process for it, and for fidelity, whatever the backend: where they do not fit, leave
@@ -156,7 +143,7 @@ class CanarySpec(_Strict):
     """Tokens of each greedy continuation."""
 
 
-class ServerSpec(_Strict):
+class ServerSpec(Strict):
     """An OpenAI-compatible endpoint that serves the model: vLLM, SGLang, TensorRT-LLM, llama.cpp, ..."""
 
     base_url: str = Field(pattern=r"^https?://\S+$")
@@ -180,13 +167,13 @@ class ServerSpec(_Strict):
     """Further tries after a lost connection and the statuses 429 and 5xx, with growing pauses."""
 
 
-class EvaluateSpec(_Strict):
+class EvaluateSpec(Strict):
     """What both sides are measured on."""
 
     backend: Literal["hf", "vllm", "server"] = "hf"
     """hf: transformers, with a checkpoint's formats emulated; vllm: that engine in this process; server: see there."""
     server: ServerSpec | None = None
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, Any] = Field(default_factory=dict)
     """Arguments of vllm.LLM: tensor_parallel_size, gpu_memory_utilization, kv_cache_dtype, ..."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type to compute in: auto is the model's own on CUDA, and float32 on a CPU."""
@@ -220,21 +207,22 @@ class EvaluateSpec(_Strict):
         return self
 
 
-class GateSpec(_Strict):
+class GateSpec(Strict):
     """Which policy decides."""
 
     policy: str = "release"
     """A shipped policy by name, or the path of one."""
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """A whole recipe. Unknown fields are errors."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     description: str = Field(min_length=1)
     model: ModelSpec
     quantize: QuantizeSpec
-    train: None = None
+    train: TrainSpec | None = None
+    """None for quantization after training alone."""
     evaluate: EvaluateSpec
     gate: GateSpec = GateSpec()
     published: str | None = None
