@@ -1,4 +1,4 @@
-"""Texts for calibration and fidelity: from a local file, a hub data set or one of ModelOpt's names, seeded."""
+"""Texts to calibrate, train and measure on: a local file, a hub data set or one of ModelOpt's names, seeded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -48,23 +48,40 @@ def load_texts(
         UserError: when the source is missing, empty, not UTF-8, not JSON lines, or has no such column; names it.
     """
     root = find_root(data_root)
-    path = Path(source.dataset).expanduser()
-    if path.suffix in (".jsonl", ".txt") or path.is_file():
-        texts = _from_file(path, source)
-    elif _modelopt_knows(source.dataset):
+    if not _is_file(source) and _modelopt_knows(source.dataset):
         texts = _from_modelopt(source, root)
         seed = None
     else:
-        texts = _from_hub(source, root)
+        (column,), rows = _read(source, None, root)
+        texts = [_as_text(value, source, column) for (value,) in rows]
     filled = [text for text in texts if text.strip()]
     if not filled:
-        raise UserError(f"{_label(source)} holds no text", "every text in it is blank")
+        raise UserError(f"{label(source)} holds no text", "every text in it is blank")
     if not whole:
         count = min(source.samples, len(filled))
         if count < source.samples:
-            log.warning("%s holds %d texts; %d were asked for", _label(source), len(filled), source.samples)
+            log.warning("%s holds %d texts; %d were asked for", label(source), len(filled), source.samples)
         texts = filled[:count] if seed is None else random.Random(seed).sample(filled, count)
     return Texts(texts, value_digest(texts))
+
+
+def load_rows(source: TextSource, fields: Mapping[str, str], data_root: Path | None = None) -> list[tuple[Any, ...]]:
+    """All rows of a source that has columns, in their order, as what they hold in some of them.
+
+    Args:
+        source: A hub data set or a .jsonl file.
+        fields: The columns wanted, by the field of the recipe that names each.
+        data_root: See recipes.data.data_root.
+
+    Raises:
+        UserError: when the source is missing, empty, has no columns, or lacks one of these; names it.
+    """
+    if not _is_file(source) and _modelopt_knows(source.dataset):
+        raise UserError(f"'{source.dataset}' is a name of ModelOpt's, which gives plain texts", "name a hub data set")
+    _, rows = _read(source, fields, find_root(data_root))
+    if not rows:
+        raise UserError(f"{label(source)} holds no row")
+    return rows
 
 
 def require_local(source: TextSource) -> None:
@@ -73,24 +90,49 @@ def require_local(source: TextSource) -> None:
     Raises:
         UserError: see load_texts.
     """
-    path = Path(source.dataset).expanduser()
-    if path.suffix in (".jsonl", ".txt") or path.is_file():
+    if _is_file(source):
         load_texts(source, whole=True)
 
 
-def _label(source: TextSource) -> str:
+def _is_file(source: TextSource) -> bool:
+    path = Path(source.dataset).expanduser()
+    return path.suffix in (".jsonl", ".txt") or path.is_file()
+
+
+def label(source: TextSource) -> str:
+    """A source as messages name it."""
     return f"'{source.dataset}'" if source.name is None else f"'{source.dataset}' ({source.name})"
 
 
-def _column(source: TextSource, columns: Sequence[str]) -> str:
+def _columns(source: TextSource, fields: Mapping[str, str] | None, there: Sequence[str]) -> tuple[str, ...]:
+    """The columns wanted; without `fields` the one that holds the text."""
+    if fields is not None:
+        for field, column in fields.items():
+            if column not in there:
+                raise _no_column(source, field, (column,), there)
+        return tuple(fields.values())
     wanted = (source.field,) if source.field is not None else FIELDS
     for column in wanted:
-        if column in columns:
-            return column
-    raise UserError(
-        f"{_label(source)} has no column {' or '.join(repr(column) for column in wanted)}",
-        f"set field to one of its columns: {', '.join(columns)}",
+        if column in there:
+            return (column,)
+    raise _no_column(source, "field", wanted, there)
+
+
+def _no_column(source: TextSource, field: str, wanted: Sequence[str], there: Sequence[str]) -> UserError:
+    return UserError(
+        f"{label(source)} has no column {' or '.join(repr(column) for column in wanted)}",
+        f"set {field} to one of its columns: {', '.join(there)}",
     )
+
+
+_Rows = tuple[tuple[str, ...], list[tuple[Any, ...]]]
+"""Columns, and what each row holds in them."""
+
+
+def _read(source: TextSource, fields: Mapping[str, str] | None, root: Path | None) -> _Rows:
+    if _is_file(source):
+        return _from_file(Path(source.dataset).expanduser(), source, fields)
+    return _from_hub(source, fields, root)
 
 
 def _as_text(value: Any, source: TextSource, column: str) -> str:
@@ -98,12 +140,12 @@ def _as_text(value: Any, source: TextSource, column: str) -> str:
         return ""
     if not isinstance(value, str):
         raise UserError(
-            f"column '{column}' of {_label(source)} holds {type(value).__name__}, not text", "choose another"
+            f"column '{column}' of {label(source)} holds {type(value).__name__}, not text", "choose another"
         )
     return value
 
 
-def _from_file(path: Path, source: TextSource) -> list[str]:
+def _content(path: Path) -> str:
     try:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -117,13 +159,17 @@ def _from_file(path: Path, source: TextSource) -> list[str]:
         ) from None
     if not content.strip():
         raise UserError(f"text file {path} is empty")
-    lines = content.split("\n")  # splitlines() would also cut at characters that JSON strings may hold
+    return content
+
+
+def _from_file(path: Path, source: TextSource, fields: Mapping[str, str] | None) -> _Rows:
+    lines = _content(path).split("\n")  # splitlines() would also cut at characters that JSON strings may hold
     if path.suffix == ".txt":
-        if source.field is not None:
-            raise UserError(f"{path} is plain text; field '{source.field}' would have no effect", "leave field out")
-        return lines
-    column: str | None = None
-    texts: list[str] = []
+        for field, column in (fields or ({} if source.field is None else {"field": source.field})).items():
+            raise UserError(f"{path} is plain text; {field} '{column}' would have no effect", f"leave {field} out")
+        return ("text",), [(line,) for line in lines]
+    columns: tuple[str, ...] = ()
+    rows: list[tuple[Any, ...]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -133,22 +179,23 @@ def _from_file(path: Path, source: TextSource) -> list[str]:
             raise UserError(f"{path}:{number} is not JSON: {error}", "write one JSON object a line") from None
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number} is not a JSON object", 'write lines such as {"text": "..."}')
-        column = column or _column(source, list(row))
-        if column not in row:
-            raise UserError(f"{path}:{number} has no column '{column}'", f"its columns: {', '.join(row)}")
-        texts.append(_as_text(row[column], source, column))
-    return texts
+        columns = columns or _columns(source, fields, list(row))
+        for column in columns:
+            if column not in row:
+                raise UserError(f"{path}:{number} has no column '{column}'", f"its columns: {', '.join(row)}")
+        rows.append(tuple(row[column] for column in columns))
+    return columns, rows
 
 
-def _from_hub(source: TextSource, root: Path | None) -> list[str]:
+def _from_hub(source: TextSource, fields: Mapping[str, str] | None, root: Path | None) -> _Rows:
     import datasets
 
     load = cast(Callable[..., Any], datasets.load_dataset)
     with loading(source.dataset, root):
         found = find_dataset(source.dataset, root)
         rows = load(found, source.name, split=source.split, cache_dir=cache_of(found))
-    column = _column(source, rows.column_names)
-    return [_as_text(value, source, column) for value in rows[column]]
+    columns = _columns(source, fields, rows.column_names)
+    return columns, list(zip(*(rows[column] for column in columns), strict=True))
 
 
 def _modelopt_knows(name: str) -> bool:
