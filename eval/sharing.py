@@ -223,7 +223,8 @@ def plan(
         budget: Most tokens a forward pass, padding included and the shared prefix not; a longer row gets its own.
         share: Whether the model reads prefixes from a cache exactly; else each row is whole.
         branch: Whether it keeps branches apart as well.
-        pack: Tokens of a sequence in which rows with a common prefix are packed; None to pad them.
+        pack: Tokens of a sequence in which rows are packed, those with a common prefix and those that would be padded
+            much; None to pad all.
     """
     rows = make_rows(requests, budget, branch=share and branch)
     batches = []
@@ -231,13 +232,20 @@ def plan(
         if prefix and pack is not None:
             batches += [Batch(prefix, part, packed=True) for part in _fill(group, prefix, min(pack, budget))]
         else:
-            batches += [Batch(prefix, part) for part in _cut(group, prefix, budget)]
+            padded = [Batch(prefix, part) for part in _cut(group, prefix, budget)]
+            batches += [_packed_if_sparse(batch, pack) if share and branch and pack else batch for batch in padded]
     # The batches of a group stay neighbours, since its prefix is computed for the first and kept for the rest.
     longest: dict[tuple[int, ...], int] = {}
     for batch in batches:
         head = batch.rows[0].context[: batch.prefix]
         longest[head] = max(longest.get(head, 0), batch.prefix + batch.width)
     return sorted(batches, key=lambda batch: (-longest[head := batch.rows[0].context[: batch.prefix]], head))
+
+
+def _packed_if_sparse(batch: Batch, pack: int) -> Batch:
+    """A batch of few rows of unlike lengths, packed where there is room."""
+    sparse = batch.tokens < (1 - MOST_PADDING) * batch.computed
+    return Batch(batch.prefix, batch.rows, packed=True) if sparse and batch.tokens <= pack else batch
 
 
 def _fill(rows: Sequence[Row], prefix: int, budget: int) -> list[list[Row]]:

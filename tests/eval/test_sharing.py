@@ -122,5 +122,15 @@ def test_padding_stays_small_where_there_is_much_to_do() -> None:
     assert batches[0].width == max(batch.width for batch in batches)
 
 
+def test_no_batch_is_padded_much_where_rows_may_be_packed() -> None:
+    shots = tuple(range(1000, 1300))
+    few_shot = [Request((*shots, *range(question, question + 5 + question * 3)), (1,)) for question in range(40)]
+    alone = [Request((7, question, *range(5, 5 + question * 4)), (1,)) for question in range(9)]
+    batches = plan([*few_shot, *alone], 2048, pack=384)
+    assert {batch.prefix for batch in batches} == {0, 300}
+    assert all(batch.tokens > 0.95 * batch.computed for batch in batches)
+    assert all(batch.tokens <= 384 for batch in batches if batch.packed)
+
+
 def test_nothing_to_score_is_no_batch() -> None:
     assert plan([], 100) == []
