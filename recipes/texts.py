@@ -53,7 +53,7 @@ def load_texts(
         seed = None
     else:
         (column,), rows = _read(source, None, root)
-        texts = [_as_text(value, source, column) for (value,) in rows]
+        texts = [as_text(value, source, column) for (value,) in rows]
     filled = [text for text in texts if text.strip()]
     if not filled:
         raise UserError(f"{label(source)} holds no text", "every text in it is blank")
@@ -135,7 +135,12 @@ def _read(source: TextSource, fields: Mapping[str, str] | None, root: Path | Non
     return _from_hub(source, fields, root)
 
 
-def _as_text(value: Any, source: TextSource, column: str) -> str:
+def as_text(value: Any, source: TextSource, column: str) -> str:
+    """The text in a column, empty where there is none.
+
+    Raises:
+        UserError: when it is no text.
+    """
     if value is None:
         return ""
     if not isinstance(value, str):

@@ -18,6 +18,9 @@ class TrainingSource(TextSource):
     """Column of the prompt; beside response_field. The prompt is masked where `mask_prompts` says so."""
     response_field: str | None = None
     """Column of the response to it."""
+    layout: str = "{prompt}\n{response}"
+    """How a pair is written out, special tokens included: "Question: {prompt}\nAnswer: {response}" for a model that is
+    asked so, or the turns of a chat."""
     messages_field: str | None = None
     """Column of chats, each a list of {role, content}; rendered with the model's own chat template."""
 
@@ -25,6 +28,12 @@ class TrainingSource(TextSource):
     def _one_shape(self) -> TrainingSource:
         if (self.prompt_field is None) != (self.response_field is None):
             raise ValueError("prompt_field and response_field belong together; give both or neither")
+        if any(self.layout.count(part) != 1 for part in ("{prompt}", "{response}")) or (
+            self.layout.index("{prompt}") > self.layout.index("{response}")
+        ):
+            raise ValueError(f"layout {self.layout!r} should hold {{prompt}} and after it {{response}}, once each")
+        if self.layout != type(self).model_fields["layout"].default and self.prompt_field is None:
+            raise ValueError("layout belongs to prompt_field and response_field")
         shapes = ("field", "prompt_field", "messages_field")
         given = [name for name in shapes if getattr(self, name) is not None]
         if len(given) > 1:
