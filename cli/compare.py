@@ -22,10 +22,12 @@ logger = logging.getLogger(__name__)
 def run(args: Namespace) -> int:
     """Prints the comparison in the format asked for, and writes it into --output."""
     from halfbyte.reports.evidence import compare_folders
+    from halfbyte.reports.methods import with_gains
     from halfbyte.reports.policy import load_policy
 
     policy = None if args.policy is None else load_policy(args.policy)
     comparisons = [compare_folders(args.baseline, candidate, policy) for candidate in args.candidate]
+    comparisons = with_gains(comparisons, args.candidate)
     written: list[Path] = []
     if args.output is not None:
         from halfbyte.reports.write import write_reports
@@ -40,9 +42,9 @@ def run(args: Namespace) -> int:
 def rendered(comparisons: Sequence[Comparison], style: str) -> str:
     """The comparisons as text, markdown, json (the content of comparison.json) or html."""
     if style == "json":
-        from halfbyte.reports.comparison import ComparisonFile
+        from halfbyte.reports.methods import comparison_file
 
-        return dumps(ComparisonFile(comparisons=list(comparisons)).model_dump(mode="json"))
+        return dumps(comparison_file(comparisons).model_dump(mode="json"))
     if style == "html":
         from halfbyte.reports.html import render_html  # imports matplotlib, which takes longer than a gate
 

@@ -29,6 +29,7 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
     _add_quantize(commands)
+    _add_train(commands)
     _add_verify(commands)
     _add_dequantize(commands)
     _add_eval(commands)
@@ -38,6 +39,7 @@ def build_parser() -> ArgumentParser:
     _add_power(commands)
     _add_table(commands)
     _add_recipes(commands)
+    _add_policies(commands)
     _add_cache(commands)
     return parser
 
@@ -157,6 +159,26 @@ def _add_quantize(commands: Commands) -> None:
     _add_work(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--force", action="store_true", help="replace what is in the output folder")
+
+
+def _add_train(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "train",
+        "train",
+        "make a checkpoint by quantization-aware training or distillation, as the recipe's train block says",
+        "  halfbyte train smollm2-135m-nvfp4-qad --data-root DATA\n"
+        "  halfbyte train mine.yaml --set train.learning_rate=2e-5 --output out/qad\n"
+        "  accelerate launch --num_processes 8 -m halfbyte train mine.yaml",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
+    _add_set(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="folder for the run; by default runs/ and the recipe's name"
+    )
+    _add_work(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--force", action="store_true", help="begin anew, replacing what is in the output folder")
 
 
 def _add_verify(commands: Commands) -> None:
@@ -339,6 +361,17 @@ def _add_recipes(commands: Commands) -> None:
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
     parser.add_argument("--resolved", action="store_true", help="with base, overrides and defaults filled in")
     _add_set(parser)
+
+
+def _add_policies(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "policies",
+        "policies",
+        "list the shipped policies that a gate decides by, or print one",
+        "  halfbyte policies\n  halfbyte policies release > mine.yaml\n  halfbyte policies mine.yaml --json",
+    )
+    parser.add_argument("policy", nargs="?", metavar="POLICY", help="a shipped name or the path of a .yaml file")
 
 
 def _add_cache(commands: Commands) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -13,14 +14,20 @@ from halfbyte.records.errors import UserError
 from halfbyte.records.record import find_records, load_record
 from halfbyte.records.run import RunFolder
 
+if TYPE_CHECKING:
+    from halfbyte.reports.comparison import Comparison
+
 
 def run(args: Namespace) -> int:
     """Writes the reports of each run into its folder, or of all into --output; the exit code is the verdict's."""
     from halfbyte.reports.evidence import compare_folders, run_folders
+    from halfbyte.reports.methods import with_gains
     from halfbyte.reports.policy import load_policy
     from halfbyte.reports.write import write_reports
 
-    comparisons, written = [], []
+    comparisons: list[Comparison] = []
+    candidates: list[Path] = []
+    written: list[Path] = []
     for root in args.run:
         folder = RunFolder(root)
         name, published = _asked(folder)
@@ -29,8 +36,11 @@ def run(args: Namespace) -> int:
         # Records that a limit cut were not judged by the run either.
         judged = args.policy is not None or can_judge(policy, _limits(theirs))
         comparisons.append(compare_folders(ours, theirs, policy if judged else None, args.published or published))
+        candidates.append(theirs)
         if args.output is None:
             written += write_reports([comparisons[-1]], folder.root)
+    if len({one.baseline.digest for one in comparisons}) == 1:
+        comparisons = with_gains(comparisons, candidates)
     if args.output is not None:
         written += write_reports(comparisons, args.output)
     for path in written:

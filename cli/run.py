@@ -82,7 +82,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
     from halfbyte.reports.evidence import with_evidence
     from halfbyte.reports.write import write_reports
     from halfbyte.sides import Side, cached_records, keep_copy, measure_noise, own_records
-    from halfbyte.stages import measure, observe_baseline, release_canary
+    from halfbyte.stages import make_checkpoint, measure, observe_baseline, release_canary
 
     recipe = job.recipe
     settings = recipe.evaluate
@@ -103,7 +103,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         reference = observe_baseline(baseline, settings.canary) if settings.canary else None
         baseline.free()
         _say(args, recipe, "quantize", str(folder.checkpoint))
-        summary = produce.produce(job, folder, data_root=args.data_root)
+        summary = make_checkpoint(job, folder, args.data_root)
         _say(args, recipe, "verify", str(folder.checkpoint))
         _verify(folder, summary.digest, job)
         candidate = Side(
@@ -165,8 +165,11 @@ def _say(args: Namespace, recipe: Recipe, stage: str, what: str) -> None:
 
 
 def _conclude(comparisons: list[Comparison], args: Namespace) -> int:
+    from halfbyte.reports.methods import with_gains
     from halfbyte.reports.write import write_reports
 
+    folders = [RunFolder(args.output / one.candidate.name).evaluations(one.candidate.digest) for one in comparisons]
+    comparisons = with_gains(comparisons, folders)
     report: Path = args.output / comparisons[0].candidate.name / "report.html"
     if len(comparisons) > 1:
         write_reports(comparisons, args.output / "report")

@@ -11,7 +11,6 @@ from halfbyte.records.files import dumps
 def run(args: Namespace) -> int:
     """Prints the list, a table, or a table beside a comparison that a run, gate or compare wrote."""
     from halfbyte.reports.comparison import load_comparisons
-    from halfbyte.reports.figures import model_label
     from halfbyte.reports.published import (
         beside,
         described,
@@ -38,11 +37,7 @@ def run(args: Namespace) -> int:
             )
         return 0
     published = published_table(args.table)
-    overlays = (
-        []
-        if args.run is None
-        else [(model_label(one.candidate), beside(published, one)) for one in load_comparisons(args.run)]
-    )
+    overlays = [] if args.run is None else [(one.label, beside(published, one)) for one in load_comparisons(args.run)]
     if args.json:
         content = published.model_dump(mode="json")
         print(dumps(content if args.run is None else [one.model_dump(mode="json") for _, one in overlays]), end="")

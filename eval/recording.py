@@ -13,6 +13,7 @@ from halfbyte.eval import results as files
 from halfbyte.eval.backend import Backend
 from halfbyte.eval.evaluate import data_digests
 from halfbyte.eval.lm import JournaledLM
+from halfbyte.eval.memory import PeakMemory
 from halfbyte.eval.questions import Questions
 from halfbyte.eval.resolve import is_ours
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
@@ -54,6 +55,7 @@ def record_of(
         )
     start = time.perf_counter()
     questions = Questions(spec, settings, root)
+    questions.warn_of_a_missing_template(backend.tokenizer)
     lm = JournaledLM(
         backend,
         folder,
@@ -62,7 +64,9 @@ def record_of(
         label=spec.task,
         allow_truncated=settings.allow_truncated,
     )
+    peak = PeakMemory(backend)
     results = questions.ask(lm)
+    memory = peak.bytes() if lm.spent else None  # else all answers came from the journal
     seconds = time.perf_counter() - start
     samples: dict[str, list[dict[str, Any]]] = results["samples"]
     _describe(results, lm, settings, summary, seconds)
@@ -88,6 +92,8 @@ def record_of(
         seconds=seconds,
         tokens=lm.tokens,
         speed=_speed(lm),
+        memory_bytes=memory,
+        memory_kind=None if memory is None else peak.kind,
         repeat=repeat,
         data=data_digests(used, root),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -46,10 +47,25 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     unknown preset 'nvfp5' (did you mean 'nvfp4'? known: fp8, nvfp4)
     """
     names = sorted(known)
-    near = get_close_matches(name, names, n=1, cutoff=0.5)
+    near = _nearest(name, names)
     listing = f"known: {', '.join(names)}" if names else "none is known here"
-    hint = f"did you mean '{near[0]}'? {listing}" if near else listing
+    hint = f"did you mean '{near}'? {listing}" if near is not None else listing
     return UserError(f"unknown {kind} '{name}'", hint)
+
+
+def _nearest(name: str, names: list[str]) -> str | None:
+    """The name most like another, whatever its case and its dashes; else the one with most of its words."""
+    plain = {_plain(one): one for one in reversed(names)}
+    near = get_close_matches(_plain(name), plain, n=1, cutoff=0.5)
+    if near:
+        return plain[near[0]]
+    words = set(_plain(name).split("_"))
+    most = max(plain, key=lambda one: len(words & set(one.split("_"))), default="")
+    return plain[most] if words & set(most.split("_")) - {""} else None
+
+
+def _plain(name: str) -> str:
+    return "_".join(re.findall(r"[^\W_]+", name.casefold()))
 
 
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)

@@ -24,6 +24,9 @@ UNKNOWN = "unknown"
 """A setting that a server does not tell. It agrees with nothing, not even with itself."""
 OUR_TASKS = "halfbyte/tasks"
 """What the digest of our own task files is under in EvaluationRecord.data."""
+MemoryKind = Literal["cuda", "process"]
+"""What a peak of memory is of. cuda: the most that CUDA's allocator gave out, on all devices together; process: the
+largest resident size of the process, on a CPU."""
 SCHEMA_VERSION: Literal[2] = 2
 """Of record.json. 2: `asked` and `generated` in the sample lines, speed, content digests; version 1 is still read."""
 
@@ -197,6 +200,11 @@ class EvaluationRecord(_Strict):
     tokens: int
     """Prompt tokens scored plus tokens generated."""
     speed: Speed | None = None
+    memory_bytes: int | None = None
+    """Peak memory of the evaluation, the model's weights included; of the last process, where it was cut short. None
+    where nothing was computed in this process, and in older records."""
+    memory_kind: MemoryKind | None = None
+    """What memory_bytes is of."""
     repeat: int = 0
     """0; 1 for the second evaluation of a baseline, which asks the same in other batches and with other seeds."""
     data: dict[str, str] = Field(default_factory=dict)

@@ -5,16 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from halfbyte.records.record import ModelSummary
+from halfbyte.records.record import MemoryKind, ModelSummary
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, Cost
 from halfbyte.reports.published import measured_any, overlay_rows
 from halfbyte.reports.tables import Table, labels
 
-SPEED_NOTE = (
-    "Speed is that of the evaluation on its own hardware, with the formats emulated where the hardware lacks them; it "
-    "says nothing about a serving engine."
+_SPEED_NOTE = (
+    "Speed and memory are those of the evaluation on its own hardware, with the formats emulated where the hardware "
+    "lacks them; they say nothing about a serving engine."
 )
+_PEAKS: dict[MemoryKind, str] = {
+    "cuda": "the most that CUDA's allocator gave out",
+    "process": "the largest resident size of the process, on a CPU",
+}
+
+
+def speed_note(comparisons: Sequence[Comparison]) -> str:
+    """What speed and peak memory in the table are, and are not."""
+    baseline, names = labels(comparisons)
+    sides = [(baseline, comparisons[0].costs["baseline"])]
+    sides += [(label, one.costs["candidate"]) for label, one in zip(names, comparisons, strict=True)]
+    of: dict[MemoryKind, list[str]] = {}
+    for label, cost in sides:
+        if cost.memory_kind is not None:
+            of.setdefault(cost.memory_kind, []).append(label)
+    if not of:
+        return _SPEED_NOTE
+    if len(of) == 1:
+        return f"{_SPEED_NOTE} Peak memory is {_PEAKS[next(iter(of))]}."
+    kinds = ", ".join(f"of {' and '.join(labels_)} {_PEAKS[kind]}" for kind, labels_ in of.items())
+    return f"{_SPEED_NOTE} Peak memory is {kinds}: not to be compared."
 
 
 def speed_table(comparisons: Sequence[Comparison]) -> Table:
@@ -25,7 +46,8 @@ def speed_table(comparisons: Sequence[Comparison]) -> Table:
     rows += [
         _cost_row(label, one.candidate, one.costs["candidate"]) for label, one in zip(names, comparisons, strict=True)
     ]
-    headers = ["model", "size on disk", "of the baseline", "bits/weight", "tokens evaluated", "seconds", "tokens/s"]
+    headers = ["model", "size on disk", "of the baseline", "bits/weight", "peak memory"]
+    headers += ["tokens evaluated", "seconds", "tokens/s"]
     return Table("Size and speed", headers, rows)
 
 
@@ -35,6 +57,7 @@ def _cost_row(label: str, model: ModelSummary, cost: Cost) -> list[str]:
         figures.size(model.bytes_on_disk),
         figures.share(cost.bytes_share),
         figures.figure(model.bits_per_weight, 2),
+        figures.size(cost.memory_bytes),
         figures.count(cost.tokens),
         figures.figure(cost.seconds, 1),
         figures.figure(cost.tokens_per_second, 1),

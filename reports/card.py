@@ -11,6 +11,7 @@ from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison
 from halfbyte.reports.tables import check_one_baseline, how_to_read, labels, losses_table
 from halfbyte.reports.text import escaped, piped
+from halfbyte.reports.training import training_line
 
 CARD_FILE = "model-card.md"
 EVAL_RESULTS_FILE = "eval_results.yaml"
@@ -43,7 +44,10 @@ def model_card(comparisons: Sequence[Comparison]) -> str:
             f"{escaped(label)} of {escaped(one.baseline.name)}: {size}, "
             f"{figures.figure(one.candidate.bits_per_weight, 2)} bits per weight."
         )
-        parts.append(piped(losses_table(one, label, baseline)))
+        if one.tasks:
+            parts.append(piped(losses_table(one, label, baseline)))
+        if one.training is not None:
+            parts.append(escaped(training_line(one.training, label)))
         if one.verdict is not None:
             verdict = one.verdict
             part = f"Policy `{verdict.policy}`: **{verdict.verdict}**. {escaped(verdict.sentence)}"

@@ -25,7 +25,7 @@ from halfbyte.reports.flips import read_flips, worse_and_better
 from halfbyte.reports.gate import judge
 from halfbyte.reports.loss import paired_loss
 from halfbyte.reports.metrics import definition
-from halfbyte.reports.pairing import Pairs, pair
+from halfbyte.reports.pairing import Matched, Pairs, pair
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.power import spread
 from halfbyte.reports.statistics import ALPHA, FAIL_ALPHA, Interval, NoSpread, holm, t_interval, tango_interval
@@ -62,15 +62,16 @@ def compare(
         UserError: when there is nothing to compare, when the sides are not comparable, when a side mixes models, and
             when the policy does not apply.
     """
-    ours, theirs = _records(baseline), _records(candidate)
+    ours, theirs = record_folders(baseline), record_folders(candidate)
     allow, unknown = (policy.allow, policy.allow_unknown) if policy else ((), ())
-    pairs = [pair(ours[task], theirs[task], allow, unknown) for task in _common_tasks(ours, theirs, tasks)]
-    first = _one_model([one.baseline for one in pairs], "baseline")
-    second = _one_model([one.candidate for one in pairs], "candidate")
+    matched = [pair(ours[task], theirs[task], allow, unknown) for task in _common_tasks(ours, theirs, tasks)]
+    pairs = [one for one in matched if isinstance(one, Pairs)]
+    first = _one_model([one.baseline for one in matched], "baseline")
+    second = _one_model([one.candidate for one in matched], "candidate")
     alpha, fail_alpha = (policy.alpha, policy.fail_alpha) if policy is not None else (ALPHA, FAIL_ALPHA)
     costs = {
-        "baseline": _cost([one.baseline for one in pairs], first),
-        "candidate": _cost([one.candidate for one in pairs], first),
+        "baseline": _cost([one.baseline for one in matched], first),
+        "candidate": _cost([one.candidate for one in matched], first),
     }
     noise = [_noise(one, ours[one.baseline.task], alpha) for one in pairs]
     flips = read_flips(pairs, few=few_flips)
@@ -78,7 +79,7 @@ def compare(
         [_task(one, alpha, fail_alpha, some, floor) for one, some, floor in zip(pairs, flips, noise, strict=True)]
     )
     created = now()
-    latest = latest_time([created, *(side.created for one in pairs for side in (one.baseline, one.candidate))])
+    latest = latest_time([created, *(side.created for one in matched for side in (one.baseline, one.candidate))])
     if policy is not None and policy.waivers:
         remember_time(latest)
     comparison = Comparison(
@@ -88,21 +89,27 @@ def compare(
         candidate=second,
         same_model=first.digest == second.digest,
         tasks=rows,
+        set_metrics=[figure for one in matched for figure in one.set_metrics],
         degraded=[row.task for row in rows if row.p_degraded is not None and row.p_degraded < DEGRADED_ALPHA],
         fidelity=None if fidelity is None else _fidelity(fidelity, first, second, alpha),
         canary_failure=None if canary is None else _canary_failure(canary, first, second),
         allowed=list(
-            dict.fromkeys(f"{one.baseline.task}: {difference}" for one in pairs for difference in one.allowed)
+            dict.fromkeys(f"{one.baseline.task}: {difference}" for one in matched for difference in one.allowed)
         ),
         costs=costs,
-        packages={"baseline": pairs[0].baseline.packages, "candidate": pairs[0].candidate.packages},
-        hardware={"baseline": pairs[0].baseline.hardware, "candidate": pairs[0].candidate.hardware},
-        notes=_notes(pairs) + _clock_notes(created, latest),
+        packages={"baseline": matched[0].baseline.packages, "candidate": matched[0].candidate.packages},
+        hardware={"baseline": matched[0].baseline.hardware, "candidate": matched[0].candidate.hardware},
+        notes=_notes(matched) + _clock_notes(created, latest),
     )
     return comparison if policy is None else judge(comparison, policy)
 
 
-def _records(folders: Folders) -> dict[str, Path]:
+def record_folders(folders: Folders) -> dict[str, Path]:
+    """The record folders of one side, by task.
+
+    Raises:
+        UserError: when there is none, or two of one task.
+    """
     found: dict[str, Path] = {}
     for folder in [folders] if isinstance(folders, Path) else folders:
         for task, path in find_records(folder).items():
@@ -313,7 +320,7 @@ def _health_notes(health: Health) -> Iterable[str]:
     return [f"{number} {what}" for number, what in counts if number]
 
 
-def _notes(pairs: list[Pairs]) -> list[str]:
+def _notes(pairs: list[Matched]) -> list[str]:
     notes = []
     if pairs[0].same_model:
         notes.append("Both sides are the same model: what the table shows is the noise floor.")
@@ -337,11 +344,16 @@ def _cost(records: list[EvaluationRecord], baseline: ModelSummary) -> Cost:
         if not 0 <= record.seconds < math.inf:
             raise UserError(f"the record of {record.task} says that it took {record.seconds} s", "evaluate again")
     seconds, tokens = sum(record.seconds for record in records), sum(record.tokens for record in records)
+    peaks = [record.memory_bytes for record in records if record.memory_bytes is not None]
+    kinds = {record.memory_kind for record in records}
+    known = len(peaks) == len(records) and len(kinds) == 1
     return Cost(
         bytes_share=records[0].model.bytes_on_disk / baseline.bytes_on_disk if baseline.bytes_on_disk > 0 else None,
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds > 0 else None,
+        memory_bytes=max(peaks) if known else None,
+        memory_kind=kinds.pop() if known else None,
     )
 
 

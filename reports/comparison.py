@@ -5,17 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import read_as
-from halfbyte.records.record import Fingerprint, Health, ModelSummary
+from halfbyte.records.record import Fingerprint, Health, MemoryKind, ModelSummary
+from halfbyte.records.training import TrainingRecord, TrainingStep, ValidationStep
+from halfbyte.reports import figures
 from halfbyte.reports.loss import PairedLoss
 from halfbyte.reports.policy import Policy, Waiver
 from halfbyte.reports.statistics import Interval
 
 COMPARISON_FILE = "comparison.json"
 Word = Literal["pass", "fail", "inconclusive", "anomaly"]
+Method = Literal["ptq", "qat", "qad"]
+"""Quantized after training, trained with quantizers in place, or distilled so."""
 EXIT_CODES: dict[Word, int] = {"pass": 0, "fail": 1, "inconclusive": 3, "anomaly": 4}
 
 
@@ -39,6 +43,24 @@ class Judgement(_Strict):
     """What decided, where that is not the interval beside the margin."""
     waiver: Waiver | None = None
     """The waiver because of which it does not count."""
+
+
+class SetMetric(_Strict):
+    """A figure of a whole set of questions, such as FID: a diagnostic without an interval, which never decides."""
+
+    task: str
+    subtask: str
+    """The task itself, or a subtask of a group that has no figure of its own."""
+    metric: str
+    filter: str
+    higher_is_better: bool
+    questions: int
+    baseline: float
+    candidate: float
+    loss: float
+    """Positive when the candidate is worse, whichever direction the metric has."""
+    main: bool
+    """Whether it is what its task is looked at by, so that the task has no other result."""
 
 
 class SubtaskResult(_Strict):
@@ -180,6 +202,71 @@ class PublishedTable(_Strict):
     cells: list[PublishedCell]
 
 
+class Training(_Strict):
+    """What QAT or QAD did to the candidate: training.json of its run, and its curves."""
+
+    record: TrainingRecord
+    steps: list[TrainingStep]
+    """Of the training curve; of a long one as many as can be drawn, evenly through it, the last one among them."""
+    validations: list[ValidationStep]
+
+
+class Gain(_Strict):
+    """One task of a trained candidate beside the same model after PTQ alone, question by question."""
+
+    task: str
+    metric: str
+    filter: str
+    questions: int
+    ptq: float
+    trained: float
+    gain: float
+    """Positive when training made it better, whichever direction the metric has."""
+    interval: Interval | None
+    """Of the gain."""
+    gained: int
+    """Questions on which the trained one is better."""
+    lost: int
+    p: float | None
+    """Two-sided, adjusted for all tasks of this candidate (Holm); None where nothing varies."""
+    says: Literal["better", "worse", "no difference shown"]
+    """better, worse: beyond chance, at 5 % for all tasks together."""
+
+
+class SeedFigure(_Strict):
+    """A figure of the same training with several seeds."""
+
+    mean: float
+    deviation: float | None
+    """Standard deviation among the seeds (divisor n - 1); None of one."""
+    values: list[float]
+    """In the order of the seeds."""
+
+
+class ScoreOfSeeds(SeedFigure):
+    """The score of one task."""
+
+    task: str
+    metric: str
+
+
+class MethodSummary(_Strict):
+    """One row of the table PTQ, QAT, QAD: the candidates of one format that were made by one method."""
+
+    label: str
+    format: str
+    method: Method
+    seeds: list[int]
+    """Of training; empty for ptq."""
+    candidates: list[str]
+    """Their digests, in the order of the seeds."""
+    scores: list[ScoreOfSeeds]
+    kl: SeedFigure | None
+    """Nats a token; None unless all of them have it, as for the following."""
+    top1_agreement: SeedFigure | None
+    perplexity: SeedFigure | None
+
+
 class Cost(_Strict):
     """What one side weighs, and what its evaluation took on that side's hardware."""
 
@@ -189,6 +276,10 @@ class Cost(_Strict):
     """Prompt tokens scored plus tokens generated, over all tasks."""
     seconds: float
     tokens_per_second: float | None
+    memory_bytes: int | None = None
+    """Peak memory of its evaluations; None unless all records say it, and of the same kind."""
+    memory_kind: MemoryKind | None = None
+    """cuda: what CUDA's allocator gave out at most; process: the largest resident size of the process, on a CPU."""
 
 
 class Verdict(_Strict):
@@ -216,7 +307,9 @@ class Comparison(_Strict):
     candidate: ModelSummary
     same_model: bool
     """Both sides are one model: the table shows the noise floor."""
-    tasks: list[TaskResult] = Field(min_length=1)
+    tasks: list[TaskResult]
+    set_metrics: list[SetMetric] = Field(default_factory=list)
+    """Figures that no question has a value of; they are shown and never decide."""
     degraded: list[str] = Field(default_factory=list)
     """Tasks that are worse beyond chance, at 5 % for all of them together (Holm)."""
     fidelity: FidelityResult | None = None
@@ -240,13 +333,43 @@ class Comparison(_Strict):
     """Package versions of "baseline" and "candidate"."""
     hardware: dict[str, dict[str, Any]]
     notes: list[str]
+    quantized_by: str | None = None
+    """The recipe, preset or algorithm of the candidate's quantization; None where its run is not at hand."""
+    training: Training | None = None
+    """None where nothing was trained, or its run is not at hand."""
+    gains: list[Gain] = Field(default_factory=list)
+    """What training changed, where the same model after PTQ alone is a candidate of the same report."""
+
+    @property
+    def method(self) -> Method:
+        """How the candidate was made."""
+        return "ptq" if self.training is None else self.training.record.method
+
+    @property
+    def label(self) -> str:
+        """The candidate's short name: its format, and qat or qad where it was trained."""
+        name = figures.model_label(self.candidate)
+        return name if self.training is None else f"{name} {self.method.upper()}"
+
+    @model_validator(mode="after")
+    def _compares_something(self) -> Comparison:
+        if not self.tasks and not self.set_metrics:
+            raise ValueError("a comparison holds at least one task")
+        return self
 
 
 class ComparisonFile(_Strict):
     """comparison.json: one or several candidates beside one baseline."""
 
     schema_version: Literal[2] = 2
+    verdict: Word | None = None
+    """The worst of the comparisons' verdicts; None unless all of them were judged."""
+    exit_code: int | None = None
+    sentence: str | None = None
+    """Of the first comparison with that verdict: what decided it."""
     comparisons: list[Comparison] = Field(min_length=1)
+    methods: list[MethodSummary] = Field(default_factory=list)
+    """Of a report with trained candidates: a row for each method, mean and spread of its seeds."""
 
 
 def load_comparisons(folder: Path) -> list[Comparison]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from halfbyte.records.canary import CANARY_FILE, CanaryRecord, load_canary
 from halfbyte.records.errors import UserError
 from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
@@ -21,6 +23,8 @@ from halfbyte.reports.compare import compare
 from halfbyte.reports.comparison import Comparison, Layer
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.published import beside, published_table
+from halfbyte.reports.training import read_training
+from halfbyte.reports.verdict import verdict
 
 logger = logging.getLogger(__name__)
 _HEADER_LENGTH = 8  # bytes of a safetensors file that say how long its header is
@@ -60,15 +64,41 @@ def compare_folders(
 
 
 def with_evidence(comparison: Comparison, run: RunFolder | None, published: str | None = None) -> Comparison:
-    """The comparison with the run's manifest and layer table and a published table beside it, where there are any."""
+    """The comparison with what its run left beside its records, and a published table, where there are any.
+
+    Raises:
+        UserError: when what the run left is damaged, or there is no such table.
+    """
     manifest = None if run is None or not run.manifest.is_file() else load_manifest(run.manifest)
-    return comparison.model_copy(
+    made_here = manifest is not None and manifest.checkpoint_digest == comparison.candidate.digest
+    comparison = comparison.model_copy(
         update={
             "manifest": None if manifest is None else manifest.model_dump(mode="json"),
             "layers": [] if run is None else layer_table(run.checkpoint),
-            "published": [] if published is None else [beside(published_table(published), comparison)],
+            "training": None if run is None or not made_here else read_training(run.training),
+            "quantized_by": None if run is None or not made_here else _quantized_by(run),
         }
     )
+    if comparison.training is not None and comparison.verdict is not None and comparison.policy is not None:
+        # Its sentence names the candidate, which is one of several of this format.
+        again = verdict(comparison, comparison.policy, comparison.verdict.verdict)
+        comparison = comparison.model_copy(update={"verdict": again})
+    tables = [] if published is None else [beside(published_table(published), comparison)]
+    return comparison.model_copy(update={"published": tables})
+
+
+def _quantized_by(run: RunFolder) -> str | None:
+    """What the run's recipe names: ModelOpt's recipe, a preset, or the algorithm beside an inline configuration."""
+    if not run.recipe.is_file():
+        return None
+    found: Any = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
+    block = found.get("quantize") if isinstance(found, dict) else None
+    if not isinstance(block, dict):
+        return None
+    named = next((block[key] for key in ("recipe", "preset", "algorithm") if block.get(key)), None)
+    if isinstance(named, dict):
+        named = named.get("method")
+    return None if named is None else str(named)
 
 
 def run_folders(folder: RunFolder) -> tuple[Path, Path]:

@@ -75,6 +75,16 @@ def p_value(value: float | None) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
+def spread(mean: float | None, deviation: float | None, digits: int = 4) -> str:
+    """A mean over seeds and their standard deviation.
+
+    >>> spread(0.46552, 0.0012), spread(0.46552, None)
+    ('0.4655 ± 0.0012', '0.4655')
+    """
+    text = figure(mean, digits)
+    return text if deviation is None else f"{text} ± {figure(deviation, digits)}"
+
+
 def count(value: int | None) -> str:
     """A count, with separators of thousands.
 
@@ -94,12 +104,14 @@ def rounded_up(value: int) -> str:
     return count(-(-value // unit) * unit)
 
 
-def size(value: int) -> str:
+def size(value: int | None) -> str:
     """Bytes in the unit a person would choose (decimal, as disks and the hub count).
 
     >>> size(269_060_552), size(1_610_000_000)
     ('269.1 MB', '1.61 GB')
     """
+    if value is None:
+        return NONE
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
@@ -112,15 +124,11 @@ def time(value: str) -> str:
     return datetime.fromisoformat(value).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
+def format_label(format_: str) -> str:
+    """A format as people write it."""
+    return _FORMATS.get(format_, format_)
+
+
 def model_label(model: ModelSummary) -> str:
     """The short name of a model in tables: its format as people write it."""
-    return _FORMATS.get(model.format, model.format)
-
-
-def model_labels(models: list[ModelSummary]) -> list[str]:
-    """Short names of several models, told apart by the digest where formats are equal."""
-    labels = [model_label(model) for model in models]
-    return [
-        label if labels.count(label) == 1 else f"{label} {model.digest[:6]}"
-        for label, model in zip(labels, models, strict=True)
-    ]
+    return format_label(model.format)

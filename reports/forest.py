@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -15,14 +12,9 @@ from matplotlib.transforms import blended_transform_factory
 
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, TaskResult
+from halfbyte.reports.drawing import FAIL, INK, MUTED, ODD, OPEN, PASS, UNJUDGED, WIDTH, drawing, for_page, style
 from halfbyte.reports.tables import labels, row_word
 
-# The colours drawn stand for custom properties of the page, so that one drawing serves a light and a dark page.
-INK, MUTED, GRID, PASS, FAIL, OPEN, UNJUDGED, ODD = (f"#0a0b{i:02x}" for i in range(8))
-_PROPERTIES = {
-    INK: "ink", MUTED: "muted", GRID: "line", PASS: "pass", FAIL: "fail", OPEN: "inconclusive", UNJUDGED: "accent",
-    ODD: "anomaly",
-}  # fmt: skip
 _MARKS = {
     "pass": (PASS, "o"),
     "fail": (FAIL, "s"),
@@ -30,7 +22,6 @@ _MARKS = {
     "anomaly": (ODD, "X"),
     None: (UNJUDGED, "o"),
 }
-_WIDTH = 10.4  # inches at 72 points
 _ROW = 0.36
 _ROWS = 32  # of one drawing, so that it fits on a printed page
 
@@ -77,16 +68,14 @@ def _at_most_one(row: TaskResult) -> bool:
 
 
 def _draw(rows: list[_Row], limits: tuple[float, float]) -> str:
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte", "font.size": 10}):
+    with drawing():
         height = 0.75 + _ROW * len(rows)
-        figure = Figure(figsize=(_WIDTH, height))
+        figure = Figure(figsize=(WIDTH, height))
         axes = figure.add_axes((0.26, 0.5 / height, 0.36, 1 - 0.55 / height))
         for place, row in enumerate(rows):
             _draw_row(figure, axes, len(rows) - 1 - place, row)
         _draw_frame(axes, len(rows), limits)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _for_page(buffer.getvalue().decode("utf-8"))
+        return for_page(figure)
 
 
 def _draw_row(figure: Figure, axes: Axes, height: int, row: _Row) -> None:
@@ -126,22 +115,5 @@ def _draw_frame(axes: Axes, rows: int, limits: tuple[float, float]) -> None:
     axes.axvline(0, color=MUTED, linewidth=1, zorder=1)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.tick_params(axis="x", colors=MUTED, length=3, labelsize=9)
-    axes.grid(axis="x", color=GRID, linewidth=0.8, zorder=0)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(GRID)
+    style(axes, "x")
     axes.set_xlabel("← candidate better · loss · candidate worse →", color=MUTED, fontsize=9)
-
-
-def _for_page(svg: str) -> str:
-    """Takes off what only a file of its own needs, and puts the page's colours and font in."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 role="img"', svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", svg)
-    for colour, name in _PROPERTIES.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    return svg

@@ -39,11 +39,12 @@ def judge(comparison: Comparison, policy: Policy) -> Comparison:
 
     Raises:
         UserError: when both sides are one model, and when the policy does not apply: a limit it does not allow,
-            primary tasks that were not evaluated, a metric without a margin, perplexity without a fidelity record, a
-            noise floor without a second baseline, waivers of tasks that are not there, or intervals made for another
-            error.
+            primary tasks that were not evaluated or have one figure for the whole set, a metric without a margin,
+            perplexity without a fidelity record, a noise floor without a second baseline, waivers of tasks that are not
+            there, or intervals made for another error.
     """
     _refuse_what_does_not_apply(comparison, policy)
+    refuse_set_metrics(comparison, policy)
     better = _better_beyond_chance(comparison, policy)
     tasks = []
     for row in comparison.tasks:
@@ -93,7 +94,7 @@ def worst(words: list[Word]) -> Word:
 
 
 def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
-    evaluated = [row.task for row in comparison.tasks]
+    evaluated = list(dict.fromkeys(row.task for row in [*comparison.tasks, *comparison.set_metrics]))
     if comparison.same_model:
         raise UserError(
             f"both sides are one model ({comparison.candidate.name}, {comparison.candidate.digest[:12]}), which loses "
@@ -129,6 +130,30 @@ def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
         raise UserError(
             f"policy '{policy.name}' decides on perplexity, and there is no fidelity record",
             "evaluate the candidate's fidelity against the baseline first",
+        )
+
+
+def refuse_set_metrics(comparison: Comparison, policy: Policy) -> None:
+    """Raises a UserError where the policy decides on figures that nothing can be proven of.
+
+    Where it names one, as a primary task or with a margin, it asks for what cannot be had; under `primary: all` such
+    figures are shown and do not decide, unless nothing else would.
+    """
+    for one in comparison.set_metrics:
+        named = policy.primary != "all" and one.main and one.task in policy.primary
+        if named or one.metric in policy.margins or (one.main and one.task in policy.margins):
+            raise UserError(
+                f"policy '{policy.name}' decides on {one.metric} of {one.task}, which is one figure for the whole set: "
+                "no question has a value, so nothing could prove that no more is lost than is tolerated",
+                "take a metric that has a value a question (evaluate.tasks.N.metric), and leave this one out of the "
+                "policy: it is shown all the same",
+            )
+    decided = policy.perplexity_margin is not None or any(policy.decides(row.task) for row in comparison.tasks)
+    if comparison.set_metrics and not decided:
+        names = ", ".join(f"{one.metric} of {one.task}" for one in comparison.set_metrics)
+        raise UserError(
+            f"policy '{policy.name}' has nothing to decide on: {names}, of which no question has a value",
+            "evaluate a task whose questions have values; `halfbyte compare` shows these figures",
         )
 
 

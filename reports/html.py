@@ -11,27 +11,31 @@ from markupsafe import Markup
 from halfbyte.records.record import Fingerprint
 from halfbyte.reports import figures
 from halfbyte.reports.appendix import (
-    SPEED_NOTE,
     layers_tables,
     lengths_table,
     manifest_table,
     published_overlays,
+    speed_note,
     speed_table,
 )
 from halfbyte.reports.comparison import Comparison, FidelityResult, Flip, TaskResult
+from halfbyte.reports.curves import training_plots
 from halfbyte.reports.flips import fit_into_page
 from halfbyte.reports.forest import forest_plots
 from halfbyte.reports.metrics import SHARE
+from halfbyte.reports.notes import all_notes
 from halfbyte.reports.tables import (
     WORDS,
     Table,
-    all_notes,
     how_to_read,
     labels,
     losses_table,
     models_table,
     row_word,
+    seeds_table,
+    set_metrics_table,
 )
+from halfbyte.reports.training import gains_tables, training_line, training_table
 
 
 def render_html(comparisons: Sequence[Comparison]) -> str:
@@ -49,7 +53,9 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    plots = [(caption, Markup(svg)) for caption, svg in forest_plots(comparisons)]  # our own drawing, escaped there
+    # Our own drawings, escaped where they are made.
+    plots = [(caption, Markup(svg)) for caption, svg in forest_plots(comparisons)]
+    curves = [(caption, Markup(svg)) for caption, svg in training_plots(comparisons)]
     judged = all(one.verdict is not None for one in comparisons)
     title = "; ".join(
         f"{label}: {WORDS[one.verdict.verdict] if one.verdict else 'compared'}"
@@ -64,10 +70,20 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
         judged=judged,
         shares=any(row.bounds == SHARE for one in comparisons for row in one.tasks),
         models=models,
+        seeds=seeds_table(comparisons),
+        curves=curves,
+        training=training_table(comparisons),
+        training_lines=[
+            training_line(one.training, label)
+            for label, one in zip(names, comparisons, strict=True)
+            if one.training is not None
+        ],
+        gains=gains_tables(comparisons),
+        whole_sets=set_metrics_table(comparisons),
         candidates=[
             {
                 "label": label,
-                "table": losses_table(one, label, baseline),
+                "table": losses_table(one, label, baseline) if one.tasks else None,
                 "tasks": [
                     _task(row, flips) for row, flips in zip(one.tasks, fitted, strict=True) if row.flips or row.subtasks
                 ],
@@ -84,7 +100,7 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
         digests=[(baseline, comparisons[0].baseline)]
         + [(label, one.candidate) for label, one in zip(names, comparisons, strict=True)],
         speed=speed_table(comparisons),
-        speed_note=SPEED_NOTE,
+        speed_note=speed_note(comparisons),
         lengths=lengths_table(comparisons),
         published=published_overlays(comparisons),
         layers=layers_tables(comparisons),

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from halfbyte.records.errors import UserError
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, Judgement
-from halfbyte.reports.tables import check_one_baseline, labels
+from halfbyte.reports.tables import SET_METRIC, check_one_baseline, labels
 
 _ILLEGAL = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # not allowed in XML 1.0
 
@@ -35,6 +35,12 @@ def junit(comparisons: Sequence[Comparison]) -> str:
                 f"margin {figures.figure(row.judgement.margin)}"
             )
             _case(suite, label, row.task, row.judgement, text)
+        for figure in one.set_metrics:
+            case = ElementTree.SubElement(
+                suite, "testcase", classname=_legal(label), name=_legal(f"{figure.task} {figure.metric}")
+            )
+            text = f"{figures.figure(figure.baseline)} to {figures.figure(figure.candidate)}: {SET_METRIC}"
+            ElementTree.SubElement(case, "skipped", message=_legal(text), type="diagnostic")
         if one.fidelity is not None and one.fidelity.judgement is not None:
             ratio = figures.figure(one.fidelity.ratio)
             text = f"perplexity ratio {ratio}, interval {figures.interval(one.fidelity.ratio_interval)}"

@@ -19,11 +19,15 @@ class Definition:
     """Smallest and largest value of one question; None where there is none, or it is not known."""
     crosses_zero: bool = False
     """Whether a ratio of two scores says nothing."""
+    of_set: bool = False
+    """Whether a task may have it as a figure of all its questions together that is no mean of theirs."""
 
 
 _SHARE = Definition(True, SHARE)
 _LOWER = Definition(False, None)
 _HIGHER = Definition(True, None)
+_LOWER_OF_SET = Definition(False, None, of_set=True)
+_HIGHER_OF_SET = Definition(True, None, of_set=True)
 
 KNOWN: dict[str, Definition] = {
     # shares of questions, or of one question's samples, answers or words
@@ -36,7 +40,10 @@ KNOWN: dict[str, Definition] = {
         _SHARE,
     ),
     # less is better
-    **dict.fromkeys(("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "wer", "fid"), _LOWER),
+    **dict.fromkeys(
+        ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "wer", "fid", "kid"), _LOWER_OF_SET
+    ),
+    **dict.fromkeys(("bleu", "chrf", "mcc", "inception_score"), _HIGHER_OF_SET),
     "brier_score": Definition(False, (0.0, 2.0)),
     # images
     "clip_score": _HIGHER,

@@ -13,6 +13,7 @@ from halfbyte.records.errors import UserError
 from halfbyte.records.record import UNKNOWN, EvaluationRecord, load_record, refuse_edited
 from halfbyte.records.samples import Line, scan_lines, whole_line
 from halfbyte.reports.answers import Answer, read_answer
+from halfbyte.reports.comparison import SetMetric
 from halfbyte.reports.differences import (
     SAME,
     Difference,
@@ -23,6 +24,7 @@ from halfbyte.reports.differences import (
     short,
 )
 from halfbyte.reports.metrics import definition
+from halfbyte.reports.set_metrics import has_values, is_mean, set_metrics
 from halfbyte.reports.statistics import Array
 
 Key = tuple[str, str, int]
@@ -32,14 +34,29 @@ _CHANGES_PROMPTS = {"chat_template", "system_prompt", "num_fewshot", "prompts", 
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
-    """Two comparable records, with the primary metric's value of each question; all rows are in one order."""
+class Matched:
+    """Two comparable records: what they were asked is the same."""
 
     baseline: EvaluationRecord
     candidate: EvaluationRecord
     metric: str
     filter: str
     higher_is_better: bool
+    allowed: list[Difference]
+    """What the sides differ in with the policy's permission."""
+    set_metrics: list[SetMetric]
+    """Figures of the whole set, for which no question has a value."""
+
+    @property
+    def same_model(self) -> bool:
+        """Whether both records are of one model, which measures the noise floor and no loss."""
+        return self.baseline.model.digest == self.candidate.model.digest
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs(Matched):
+    """The same with the primary metric's value of each question; all rows are in one order."""
+
     bounds: tuple[float, float] | None
     """Of one question's value, by the metric's definition."""
     keys: list[Key]
@@ -50,13 +67,6 @@ class Pairs:
     """Mean tokens of a generated text on both sides; None where nothing is generated or nothing is known."""
     lines: dict[Key, tuple[Line, Line]]
     """Where both sides' answers to the questions are whose values differ."""
-    allowed: list[Difference]
-    """What the sides differ in with the policy's permission."""
-
-    @property
-    def same_model(self) -> bool:
-        """Whether both records are of one model, which measures the noise floor and no loss."""
-        return self.baseline.model.digest == self.candidate.model.digest
 
     def answers(self, key: Key) -> tuple[Answer, Answer]:
         """What both sides answered to a question whose values differ, cut to what a reader needs."""
@@ -64,8 +74,10 @@ class Pairs:
         return ours, theirs
 
 
-def pair(baseline: Path, candidate: Path, allow: Collection[str] = (), allow_unknown: Collection[str] = ()) -> Pairs:
+def pair(baseline: Path, candidate: Path, allow: Collection[str] = (), allow_unknown: Collection[str] = ()) -> Matched:
     """Pairs the questions of two record folders of one task.
+
+    What is returned are Pairs, unless the metric is one of the whole set, of which no question has a value.
 
     Args:
         baseline: A record's folder.
@@ -107,23 +119,61 @@ def pair(baseline: Path, candidate: Path, allow: Collection[str] = (), allow_unk
     if left:
         raise incomparable(first, second, left[0], len(left))
     keys = [key for key in keys if key[1] == filter_name]
-    values = [np.array([side[key].value for key in keys], dtype=np.float64) for side in (ours, theirs)]
-    for record, folder, row in ((first, baseline, values[0]), (second, candidate, values[1])):
-        _refuse_other_mean(record, folder, keys, row)
+    sides = [(first, baseline, [ours[key] for key in keys]), (second, candidate, [theirs[key] for key in keys])]
+    values = _values(sides, metric, higher)
+
+    def whole(primary: str | None) -> list[SetMetric]:
+        return set_metrics(first, second, baseline, candidate, ours.values(), primary=primary)
+
+    if values is None:
+        return Matched(first, second, metric, filter_name, higher, allowed, whole(metric))
     return Pairs(
         baseline=first,
         candidate=second,
         metric=metric,
         filter=filter_name,
         higher_is_better=higher,
+        allowed=allowed,
+        set_metrics=whole(None),
         bounds=_bounds(metric, higher, values, baseline, candidate),
         keys=keys,
         baseline_values=values[0],
         candidate_values=values[1],
         lengths=(_length(ours, keys), _length(theirs, keys)),
         lines={key: (ours[key], theirs[key]) for i, key in enumerate(keys) if values[0][i] != values[1][i]},
-        allowed=allowed,
     )
+
+
+def _values(
+    sides: list[tuple[EvaluationRecord, Path, list[Line]]], metric: str, higher: bool
+) -> tuple[Array, Array] | None:
+    """The values of both sides' questions; None where the metric is one of the whole set.
+
+    Raises:
+        UserError: when a question's value is missing, NaN or infinite, or the figures are no means of them.
+    """
+    if not any(has_values(lines, metric, higher_is_better=higher) for _, _, lines in sides):
+        return None
+    rows, means = [], True
+    for record, folder, lines in sides:
+        for line in lines:
+            _refuse_no_number(line, metric, folder)
+        row = np.array([line.value for line in lines], dtype=np.float64)
+        rows.append(row)
+        if definition(metric, higher).of_set and not is_mean(
+            record, *record.primary, _means(lines, row), _MEAN_TOLERANCE
+        ):
+            means = False
+    if not means:
+        return None
+    for (record, folder, lines), row in zip(sides, rows, strict=True):
+        _refuse_other_mean(record, folder, [line.key for line in lines], row)
+    return rows[0], rows[1]
+
+
+def _means(lines: list[Line], values: Array) -> dict[str, float]:
+    subtasks = np.array([line.subtask for line in lines])
+    return {name: float(values[subtasks == name].mean()) for name in dict.fromkeys(subtasks.tolist())}
 
 
 def _unknown(first: EvaluationRecord, second: EvaluationRecord, allowed: Collection[str]) -> list[Difference]:
@@ -181,7 +231,6 @@ def _lines(folder: Path, record: EvaluationRecord) -> dict[Key, Line]:
         if key in found:
             raise UserError(f"{_name(key)} is there twice in {folder}", "evaluate again")
         if line.filter == filter_name:
-            _refuse_no_number(line, metric, folder)
             _refuse_other_samples(line, record, folder)
             held[line.subtask] = held.get(line.subtask, 0) + 1
         found[key] = line

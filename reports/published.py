@@ -28,6 +28,11 @@ _TASKS = {
     "HellaSwag": r"hellaswag",
     "WinoGrande": r"winogrande",
 }
+_ALGORITHMS = {"rtn", "gptq", "awq", "smoothquant", "svdquant", "quarot", "spinquant", "ht", "mr", "mse"}
+_METHODS = {"ptq", "qat", "qad"}
+_NO_SCORES = {"std", "se"}
+_DESCRIBING = {"official", "ckpt"}
+_FORMAT = re.compile(r"(bf|fp|nvfp|mxfp|mxint|int)\d+|w\d+a\d+")
 _SCALES = {"pct": 100.0, "frac": 1.0}
 _HIGH = ("bf16", "fp16", "fp32")
 
@@ -124,17 +129,47 @@ def _ours(comparison: Comparison, row: str, benchmark: str) -> float | None:
 
 
 def _side(row: str, comparison: Comparison) -> str | None:
-    """Which of our sides a published row is of, by the format in its name."""
-    words = set(re.split(r"[^a-z0-9]+", row.lower()))
-    names = {
-        "baseline": figures.model_label(comparison.baseline).lower(),
-        "candidate": figures.model_label(comparison.candidate).lower(),
-    }
-    for side, name in names.items():
-        formats = {name.split()[0], *(_HIGH if name in _HIGH else ()), *(("fp4",) if name.startswith("nvfp4") else ())}
-        if words & formats:
-            return side
-    return None
+    """Which of our sides a published row is of, by the format, method, algorithm and model in its name.
+
+    A row without a method is of PTQ, and one without an algorithm of any. Where a row names a model ("70B FP4"), ours
+    must have all words of that name.
+    """
+    words = _words(row)
+    if words & _NO_SCORES or not _same_model(words, _words(comparison.baseline.name)):
+        return None
+    if words & _formats(comparison.baseline.format):
+        return "baseline"
+    if not words & _formats(comparison.candidate.format):
+        return None
+    algorithms = words & _ALGORITHMS
+    if comparison.method not in (words & _METHODS or {"ptq"}) or algorithms not in (set(), _algorithms(comparison)):
+        return None
+    return "candidate"
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9.]+", name.lower())) - {""}
+
+
+def _same_model(row: set[str], ours: set[str]) -> bool:
+    named = row - _ALGORITHMS - _METHODS - _DESCRIBING
+    named -= {word for word in named if _FORMAT.fullmatch(word)}
+    return not any(character.isdigit() for word in named for character in word) or named <= ours
+
+
+def _formats(format_: str) -> set[str]:
+    """The names that a published row has for one of our formats."""
+    name = figures.format_label(format_).lower().split()[0]
+    name = name.removesuffix("_awq").removesuffix("_svd")  # ModelOpt's names of NVFP4 with an algorithm's scales
+    return {name, *(_HIGH if name in _HIGH else ()), *(("fp4",) if name == "nvfp4" else ())}
+
+
+def _algorithms(comparison: Comparison) -> set[str]:
+    """The calibration algorithms of the candidate, in the words of published rows; none where that is not known."""
+    if comparison.quantized_by is None:
+        return set()
+    words = set(re.split(r"[^a-z0-9]+", f"{comparison.quantized_by} {comparison.candidate.format}".lower()))
+    return words & _ALGORITHMS or {"rtn"}
 
 
 def published_rows(published: Published) -> Table:

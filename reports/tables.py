@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,11 @@ from halfbyte.records.errors import UserError
 from halfbyte.records.record import ModelSummary
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, FidelityResult, Judgement, TaskResult, Word
+from halfbyte.reports.methods import grouped
 
 MAX_TASK_COLUMNS = 6  # more do not fit beside each other on a laptop
 MAX_TASK_COLUMNS_BESIDE_FIDELITY = 4
+SET_METRIC = "one figure for the whole set: it has no interval and does not decide"
 WORDS: dict[Word, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE", "anomaly": "ANOMALY"}
 
 
@@ -33,21 +36,35 @@ def check_one_baseline(comparisons: Sequence[Comparison]) -> None:
     if len(digests) > 1:
         names = ", ".join(sorted(one.baseline.name for one in comparisons))
         raise UserError(f"one report holds one baseline, not {len(digests)}: {names}", "write one report for each")
-    candidates = [one.candidate.digest for one in comparisons]
+    # Trainings that made nothing better export the same bytes as PTQ, and are no mistake.
+    candidates = [
+        (one.candidate.digest, one.method, one.training.record.seed if one.training else None) for one in comparisons
+    ]
     if len(set(candidates)) < len(candidates):
         raise UserError("one candidate is in the report twice", "name each candidate once")
-    seen: dict[str, float] = {}
-    for row in (row for one in comparisons for row in one.tasks):
-        if seen.setdefault(f"{row.task} {row.metric}", row.result.baseline) != row.result.baseline:
+    seen: dict[tuple[str, str], float] = {}
+    for (task, metric), (value, _) in (pair for one in comparisons for pair in _scores_of(one).items()):
+        if seen.setdefault((task, metric), value) != value:
             raise UserError(
-                f"the baseline has two different figures of {row.task} {row.metric} in one report",
+                f"the baseline has two different figures of {task} {metric} in one report",
                 "compare all candidates with the same baseline records",
             )
 
 
 def labels(comparisons: Sequence[Comparison]) -> tuple[str, list[str]]:
     """Short names: the baseline's, and those of the candidates."""
-    first, *others = figures.model_labels([comparisons[0].baseline, *(one.candidate for one in comparisons)])
+    trained = any(one.training for one in comparisons)
+    first = figures.model_label(comparisons[0].baseline)
+    plain = [f"{one.label} PTQ" if trained and one.training is None else one.label for one in comparisons]
+    seeds = [
+        f"{name}, seed {one.training.record.seed}" if one.training and plain.count(name) > 1 else name
+        for name, one in zip(plain, comparisons, strict=True)
+    ]
+    names = [first, *seeds]
+    digests = [comparisons[0].baseline.digest, *(one.candidate.digest for one in comparisons)]
+    first, *others = (
+        name if names.count(name) == 1 else f"{name} {digest[:6]}" for name, digest in zip(names, digests, strict=True)
+    )
     return first, others
 
 
@@ -65,39 +82,118 @@ def row_word(judgement: Judgement | None) -> str:
 
 
 def models_table(comparisons: Sequence[Comparison]) -> Table:
-    """One row a model, the baseline first: size, scores, distances and verdict."""
+    """One row a model, the baseline first: scores, distances, size and verdict.
+
+    With trained candidates it has the rows PTQ, QAT and QAD; several seeds of one training are one row, with the mean
+    and the standard deviation among them.
+    """
+    return _models("Models", comparisons, grouped(comparisons))
+
+
+def seeds_table(comparisons: Sequence[Comparison]) -> Table | None:
+    """The same columns with a row for each seed; None where no training was repeated."""
+    repeated = [row for row in grouped(comparisons) if len(row) > 1]
+    if not repeated:
+        return None
+    return _models("Seeds", comparisons, [[one] for row in repeated for one in row])
+
+
+def _models(title: str, comparisons: Sequence[Comparison], rows: list[list[Comparison]]) -> Table:
     check_one_baseline(comparisons)
-    columns = list(dict.fromkeys((row.task, row.metric) for one in comparisons for row in one.tasks))
+    scores = [_scores_of(one) for one in comparisons]
+    columns = list(dict.fromkeys(key for one in scores for key in one))
     measured = next((one.fidelity for one in comparisons if one.fidelity), None)
     shown = columns if len(columns) <= (MAX_TASK_COLUMNS_BESIDE_FIDELITY if measured else MAX_TASK_COLUMNS) else []
     distance = ["KL (nats)", "top-1 agreement", "perplexity"] if measured else []
     headers = ["model", *(f"{task} {metric}" for task, metric in shown), *distance, "size on disk", "bits/weight"]
     first, others = labels(comparisons)
-    baseline = {(row.task, row.metric): row.result.baseline for one in comparisons for row in one.tasks}
-    nothing = [figures.NONE, figures.NONE, figures.figure(measured.baseline_perplexity, 2)] if measured else []
-    rows = [
-        [f"{first} (baseline)", *_scores(baseline, shown), *nothing, *_weight(comparisons[0].baseline), "baseline"],
-    ]
-    for label, one in zip(others, comparisons, strict=True):
-        scores = {(row.task, row.metric): row.result.candidate for row in one.tasks}
-        distances = _distance(one.fidelity) if measured else []
-        rows.append([label, *_scores(scores, shown), *distances, *_weight(one.candidate), verdict_word(one)])
-    return Table("Models", [*headers, "verdict"], rows)
+    names = {id(one): label for label, one in zip(others, comparisons, strict=True)}
+    cells = []
+    if title == "Models":
+        before = {key: pair[0] for one in scores for key, pair in one.items()}
+        nothing = [figures.NONE, figures.NONE, figures.figure(measured.baseline_perplexity, 2)] if measured else []
+        weight = _weight([comparisons[0].baseline])
+        cells.append(
+            [f"{first} (baseline)", *(figures.figure(before[key]) for key in shown), *nothing, *weight, "baseline"]
+        )
+    for row in rows:
+        name = names[id(row[0])] if len(row) == 1 else f"{row[0].label}, {len(row)} seeds"
+        after = [{key: pair[1] for key, pair in _scores_of(one).items()} for one in row]
+        cells.append(
+            [
+                name,
+                *(_spread([one.get(key) for one in after]) for key in shown),
+                *(_distance([one.fidelity for one in row]) if measured else []),
+                *_weight([one.candidate for one in row]),
+                _words(row),
+            ]
+        )
+    return Table(title, [*headers, "verdict"], cells)
 
 
-def _scores(scores: dict[tuple[str, str], float], shown: list[tuple[str, str]]) -> list[str]:
-    return [figures.figure(scores.get(key)) for key in shown]
+def _scores_of(comparison: Comparison) -> dict[tuple[str, str], tuple[float, float]]:
+    """Both sides' scores by task and metric, a task's figure of the whole set among them."""
+    found = {(row.task, row.metric): (row.result.baseline, row.result.candidate) for row in comparison.tasks}
+    return found | {
+        (row.task, row.metric): (row.baseline, row.candidate)
+        for row in comparison.set_metrics
+        if row.main and row.subtask == row.task
+    }
 
 
-def _weight(model: ModelSummary) -> list[str]:
-    return [figures.size(model.bytes_on_disk), figures.figure(model.bits_per_weight, 2)]
+def _spread(values: Sequence[float | None], digits: int = 4) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return figures.NONE
+    return figures.spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, digits)
 
 
-def _distance(fidelity: FidelityResult | None) -> list[str]:
-    if fidelity is None:
+def _weight(models: Sequence[ModelSummary]) -> list[str]:
+    sizes = dict.fromkeys(figures.size(one.bytes_on_disk) for one in models)
+    return [" / ".join(sizes), " / ".join(dict.fromkeys(figures.figure(one.bits_per_weight, 2) for one in models))]
+
+
+def _distance(found: Sequence[FidelityResult | None]) -> list[str]:
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
         return [figures.NONE] * 3
-    agreement = figures.share(fidelity.top1_agreement)
-    return [figures.figure(fidelity.kl), agreement, figures.figure(fidelity.candidate_perplexity, 2)]
+    agreement = [100 * one.top1_agreement for one in known]
+    return [
+        _spread([one.kl for one in known]),
+        f"{_spread(agreement, 1)}%",
+        _spread([one.candidate_perplexity for one in known], 2),
+    ]
+
+
+def _words(row: Sequence[Comparison]) -> str:
+    """The verdict of a row; of several that differ, how often each."""
+    words = [verdict_word(one) for one in row]
+    if len(set(words)) == 1:
+        return words[0]
+    return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+
+
+def set_metrics_table(comparisons: Sequence[Comparison]) -> Table | None:
+    """Figures of whole sets, which have no interval and never decide; None where there are none."""
+    _, names = labels(comparisons)
+    rows = [
+        [
+            label,
+            row.task if row.subtask == row.task else f"{row.task}: {row.subtask}",
+            row.metric if row.filter == "none" else f"{row.metric} ({row.filter})",
+            figures.count(row.questions),
+            figures.figure(row.baseline),
+            figures.figure(row.candidate),
+            figures.figure(row.loss),
+        ]
+        for label, one in zip(names, comparisons, strict=True)
+        for row in one.set_metrics
+    ]
+    if not rows:
+        return None
+    return Table(
+        "Whole-set figures", ["model", "task", "metric", "questions", "baseline", "candidate", "loss"], rows, 3
+    )
 
 
 def losses_table(comparison: Comparison, label: str, baseline: str) -> Table:
@@ -166,42 +262,3 @@ def how_to_read(comparison: Comparison) -> str:
         f": a task passes when the upper end is below the margin{both}, and fails when its loss is above the margin "
         f"with {proven} confidence."
     )
-
-
-def all_notes(comparisons: Sequence[Comparison]) -> list[str]:
-    """What a reader must know beside the numbers: of the whole comparison and of each task."""
-    _, names = labels(comparisons)
-    notes = []
-    for label, one in zip(names, comparisons, strict=True):
-        notes += [f"{label}: allowed by the policy: {difference}" for difference in one.allowed]
-        notes += [f"{label}: {waiver}" for waiver in one.waivers]
-        if one.degraded and len(one.tasks) > 1:
-            notes.append(
-                f"{label}: worse beyond chance, at 5% for all {len(one.tasks)} tasks together (Holm): "
-                f"{', '.join(one.degraded)}"
-            )
-        notes += [f"{label}: {note}" for note in one.notes]
-        for row in one.tasks:
-            notes += [f"{label}, {row.task}: {note}" for note in [*_more_of(row), *row.notes]]
-        if one.policy is not None and not one.policy.release_evidence:
-            notes.append(f"{label}: policy '{one.policy.name}' is no evidence for a release. {one.policy.description}")
-    return notes
-
-
-def _more_of(row: TaskResult) -> list[str]:
-    """What the table of losses has no column for."""
-    found = []
-    if row.noise is not None:
-        noise, result = row.noise, row.result
-        found.append(
-            f"two evaluations of the baseline differ by {figures.count(noise.lost)} lost and "
-            f"{figures.count(noise.gained)} gained of {figures.count(noise.questions)} questions (noise floor); the "
-            f"candidate by {figures.count(result.lost)} and {figures.count(result.gained)}"
-        )
-    if row.clustered is not None:
-        found.append(
-            f"{figures.interval(row.clustered)} is the interval of the loss if the subtasks, too, are a sample of many"
-        )
-    if row.samples > 1:
-        found.append(f"{row.samples} samples a question: lost and gained count questions whose mean changed")
-    return found

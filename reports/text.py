@@ -5,20 +5,26 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from halfbyte.reports.appendix import SPEED_NOTE, lengths_table, published_overlays, speed_table
+from halfbyte.reports.appendix import lengths_table, published_overlays, speed_note, speed_table
 from halfbyte.reports.comparison import Comparison
+from halfbyte.reports.notes import all_notes
 from halfbyte.reports.tables import (
     Table,
-    all_notes,
     how_to_read,
     labels,
     losses_table,
     models_table,
     perplexity_line,
+    seeds_table,
+    set_metrics_table,
     verdict_word,
 )
+from halfbyte.reports.training import gains_tables, training_line
 
 WIDTH = 110
+_SEEDS = (
+    "Several seeds of one training are one row above: the mean, and ± the standard deviation among them. One by one:"
+)
 
 
 def render_text(comparisons: Sequence[Comparison]) -> str:
@@ -29,11 +35,18 @@ def render_text(comparisons: Sequence[Comparison]) -> str:
     """
     parts = [aligned(models_table(comparisons))]
     baseline, names = labels(comparisons)
+    if (seeds := seeds_table(comparisons)) is not None:
+        parts.append(f"The seeds one by one\n{aligned(seeds)}")
     for label, one in zip(names, comparisons, strict=True):
-        table = losses_table(one, label, baseline)
-        parts.append(f"{table.title}\n{aligned(table)}")
+        if one.tasks:
+            table = losses_table(one, label, baseline)
+            parts.append(f"{table.title}\n{aligned(table)}")
         if one.fidelity is not None:
             parts.append(wrapped(perplexity_line(one.fidelity, label)))
+        if one.training is not None:
+            parts.append(wrapped(training_line(one.training, label)))
+    others = [set_metrics_table(comparisons), *gains_tables(comparisons)]
+    parts += [f"{table.title}\n{aligned(table)}" for table in others if table is not None]
     parts.append(wrapped(how_to_read(comparisons[0])))
     if notes := all_notes(comparisons):
         parts.append("Notes\n" + "\n".join(wrapped(f"- {note}", "  ") for note in notes))
@@ -81,16 +94,23 @@ def render_markdown(comparisons: Sequence[Comparison]) -> str:
                 f"*{escaped(one.verdict.next_step)}*"
             )
     parts.append(piped(models))
+    if (seeds := seeds_table(comparisons)) is not None:
+        parts += [_SEEDS, piped(seeds)]
     for label, one in zip(names, comparisons, strict=True):
-        table = losses_table(one, label, baseline)
-        parts.append(f"## {escaped(table.title)}")
-        parts.append(piped(table))
+        parts.append(f"## {escaped(label)} against {escaped(baseline)}")
+        if one.tasks:
+            parts.append(piped(losses_table(one, label, baseline)))
         if one.fidelity is not None:
             parts.append(escaped(perplexity_line(one.fidelity, label)))
+        if one.training is not None:
+            parts.append(escaped(training_line(one.training, label)))
+    others = [set_metrics_table(comparisons), *gains_tables(comparisons)]
+    for table in (table for table in others if table is not None):
+        parts += [f"## {escaped(table.title)}", piped(table)]
     parts.append(escaped(how_to_read(comparisons[0])))
     for overlay, source in published_overlays(comparisons):
         parts += [f"## Published: {escaped(overlay.title)}", piped(overlay), escaped(source)]
-    parts += ["## Size and speed", piped(speed_table(comparisons)), SPEED_NOTE]
+    parts += ["## Size and speed", piped(speed_table(comparisons)), escaped(speed_note(comparisons))]
     if (lengths := lengths_table(comparisons)) is not None:
         parts += ["## Generated texts", piped(lengths)]
     if notes := all_notes(comparisons):

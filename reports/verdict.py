@@ -16,7 +16,7 @@ _DO_NOT = (
 
 def verdict(comparison: Comparison, policy: Policy, word: Word) -> Verdict:
     """The verdict `word` on a judged comparison, with its reason; a failed canary overrides it."""
-    label = figures.model_label(comparison.candidate)
+    label = comparison.label
     if comparison.canary_failure is not None:
         word, decided_by = "anomaly", CANARY
         sentence = f"{label} is broken: {comparison.canary_failure}."

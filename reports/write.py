@@ -10,10 +10,11 @@ from pathlib import Path
 
 from halfbyte.records.files import dumps, write_text
 from halfbyte.reports.card import CARD_FILE, EVAL_RESULTS_FILE, eval_results, model_card
-from halfbyte.reports.comparison import COMPARISON_FILE, EXIT_CODES, Comparison, ComparisonFile
-from halfbyte.reports.gate import worst
+from halfbyte.reports.comparison import COMPARISON_FILE, Comparison
 from halfbyte.reports.html import render_html
 from halfbyte.reports.junit import junit
+from halfbyte.reports.methods import comparison_file
+from halfbyte.reports.tables import check_one_baseline
 from halfbyte.reports.text import render_markdown
 
 VERDICT_FILE = "verdict.json"
@@ -36,23 +37,24 @@ def write_reports(comparisons: Sequence[Comparison], output: Path) -> list[Path]
     Raises:
         UserError: when there is no comparison, when they have different baselines, or the disk is full.
     """
+    check_one_baseline(comparisons)
+    whole = comparison_file(comparisons)
     contents = {
         CARD_FILE: model_card(comparisons),
         **({EVAL_RESULTS_FILE: eval_results(comparisons[0])} if len(comparisons) == 1 else {}),
         MARKDOWN_FILE: render_markdown(comparisons),
         HTML_FILE: render_html(comparisons),
-        COMPARISON_FILE: dumps(ComparisonFile(comparisons=list(comparisons)).model_dump(mode="json")),
+        COMPARISON_FILE: dumps(whole.model_dump(mode="json")),
     }
-    verdicts = [one.verdict for one in comparisons if one.verdict is not None]
-    if len(verdicts) == len(comparisons):
-        word = worst([verdict.verdict for verdict in verdicts])
+    if whole.verdict is not None:
         contents[JUNIT_FILE] = junit(comparisons)
         contents[VERDICT_FILE] = dumps(
             {
                 "schema_version": 1,
-                "verdict": word,
-                "exit_code": EXIT_CODES[word],
-                "candidates": [verdict.model_dump(mode="json") for verdict in verdicts],
+                "verdict": whole.verdict,
+                "exit_code": whole.exit_code,
+                "sentence": whole.sentence,
+                "candidates": [one.verdict.model_dump(mode="json") for one in comparisons if one.verdict],
             }
         )
     for name, content in contents.items():

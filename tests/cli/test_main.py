@@ -24,6 +24,7 @@ HEAVY = ("torch", "transformers", "lm_eval", "scipy", "matplotlib", "modelopt", 
 OPTIONS = {
     "run": "--data-root --device --dry-run --force --json --limit --output --quiet --repeat-baseline --set recipe",
     "quantize": "--data-root --device --dry-run --force --json --model --output --quiet --set recipe",
+    "train": "--data-root --device --dry-run --force --json --output --quiet --set recipe",
     "eval": "--allow-truncated --apply-chat-template --batch-size --data-root --device --dry-run --dtype --json "
     "--limit --max-length --num-fewshot --output --quiet --repeat-baseline --samples --set --show --tasks --weights "
     "model",
@@ -35,6 +36,7 @@ OPTIONS = {
     "power": "--json --policy --quiet --tasks records",
     "table": "--json --quiet --run table",
     "recipes": "--json --quiet --resolved --set recipe",
+    "policies": "--json --quiet policy",
     "cache": "--all --json --older-than --quiet action name",
 }
 
@@ -61,7 +63,7 @@ def test_every_option_has_a_help_text() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["recipes"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["recipes"], ["policies"], ["--version"]])
 def test_no_heavy_library_is_imported_before_a_command_needs_it(arguments: list[str]) -> None:
     heavy = [name for name in HEAVY if name != "omegaconf" or arguments != ["recipes"]]
     code = (

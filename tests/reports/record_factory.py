@@ -6,10 +6,21 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from halfbyte.records.fidelity import FidelityRecord, Window
-from halfbyte.records.record import EvaluationRecord, Fingerprint, Health, Metric, ModelSummary, SubtaskFingerprint
+from halfbyte.records.manifest import Manifest
+from halfbyte.records.record import (
+    EvaluationRecord,
+    Fingerprint,
+    Health,
+    MemoryKind,
+    Metric,
+    ModelSummary,
+    SubtaskFingerprint,
+)
+from halfbyte.records.run import RunFolder
+from halfbyte.records.training import CURVES_FILE, OverlapFound, TrainingRecord, Validation
 
 CHOICES = ("red", "green", "blue", "yellow")
 Edit = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
@@ -67,6 +78,8 @@ def write_record(
     reported: float | None = None,
     health: Health | None = None,
     packages: dict[str, str | None] | None = None,
+    memory: tuple[int, MemoryKind] | None = None,
+    more: Sequence[Metric] = (),
     **fingerprint: Any,
 ) -> Path:
     """Writes a record.
@@ -77,6 +90,8 @@ def write_record(
         questions: The text of each question.
         subtask: Fields of each subtask's fingerprint.
         reported: The metric's value as recorded, where it is not the mean.
+        memory: Peak memory in bytes, and what it is of.
+        more: Further figures of the task.
         fingerprint: Fields of the fingerprint.
     """
     groups = values if isinstance(values, dict) else {task: values}
@@ -117,7 +132,7 @@ def write_record(
         model=of or model(format),
         fingerprint=Fingerprint(**{"task": task, "subtasks": subtasks, "bos_per_prompt": [0], **fingerprint}),
         primary=[metric, "none"],
-        metrics=metrics,
+        metrics=[*metrics, *more],
         health=health or Health(),
         results_file="results_2026-11-01T00-00-00.json",
         samples_files=files,
@@ -125,6 +140,8 @@ def write_record(
         hardware={"machine": "x86_64"},
         seconds=1.0,
         tokens=100,
+        memory_bytes=memory[0] if memory else None,
+        memory_kind=memory[1] if memory else None,
     ).save(folder)
     return folder
 
@@ -168,3 +185,76 @@ def fidelity(
         baseline_perplexity=exp(sum(row.baseline_nll for row in rows) / tokens) if tokens else 1.0,
         candidate_perplexity=exp(sum(row.candidate_nll for row in rows) / tokens) if tokens else 1.0,
     )
+
+
+def write_training(
+    folder: Path,
+    method: Literal["qat", "qad"] = "qad",
+    *,
+    seed: int = 1,
+    steps: int = 40,
+    best_step: int = 30,
+    stopped: str = "max_steps",
+    overlap: OverlapFound | None = None,
+) -> TrainingRecord:
+    """Writes training.json and curves.jsonl as a training of so many steps would, with a validation each ten."""
+    folder.mkdir(parents=True, exist_ok=True)
+    qad = method == "qad"
+    validations = [
+        Validation(step=i, loss=3.5 - i / 100, kl=0.4 - i / 200 if qad else None) for i in range(0, steps + 1, 10)
+    ]
+    lines: list[dict[str, Any]] = [
+        {
+            "step": i, "tokens": 1000 * i, "loss": (0.5 if qad else 4.0) - i / 200, "learning_rate": 1e-5,
+            "grad_norm": 1.0, "seconds": i / 4,
+        }
+        for i in range(1, steps + 1)
+    ]  # fmt: skip
+    lines += [
+        {"step": one.step, "tokens": 1000 * one.step, "validation_loss": one.loss, "validation_kl": one.kl}
+        for one in validations
+    ]
+    (folder / CURVES_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    record = TrainingRecord(
+        created="2026-11-01T00:00:00+00:00",
+        method=method,
+        seed=seed,
+        steps=steps,
+        best_step=best_step,
+        stopped=stopped,
+        start=validations[0],
+        best=next(one for one in validations if one.step == best_step),
+        tokens=1000 * steps,
+        seconds=steps / 4,
+        teacher="models/bf16" if qad else None,
+        data={"texts": digest("texts")},
+        overlap=overlap,
+    )
+    record.save(folder)
+    return record
+
+
+def write_run(
+    root: Path,
+    values: Sequence[Any] | dict[str, Sequence[Any]],
+    *,
+    of: ModelSummary,
+    baseline: ModelSummary | None = None,
+    baseline_values: Sequence[Any] | dict[str, Sequence[Any]] | None = None,
+    preset: str = "nvfp4_default",
+    **record: Any,
+) -> RunFolder:
+    """Writes a run folder with the records of a candidate and its baseline, as `halfbyte run` leaves it."""
+    run, before = RunFolder(root), baseline or model()
+    write_record(run.evaluations(of.digest) / "task", values, of=of, **record)
+    if baseline_values is not None:
+        write_record(run.evaluations(before.digest) / "task", baseline_values, of=before, **record)
+    run.recipe.write_text(f"gate: {{policy: release}}\nquantize: {{preset: {preset}}}\n", encoding="utf-8")
+    Manifest(
+        recipe=root.name,
+        recipe_digest=digest("recipe"),
+        model=before.name,
+        model_digest=before.digest,
+        checkpoint_digest=of.digest,
+    ).save(run.manifest)
+    return run

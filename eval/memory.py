@@ -1,0 +1,55 @@
+"""The peak memory of an evaluation: what CUDA's allocator gave out at most, or how large this process was."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.records.record import MemoryKind
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc(5): sets the peak of the resident set to its present size
+
+
+class PeakMemory:
+    """Watches from now on what a backend takes; nothing where the model is not in this process.
+
+    Args:
+        backend: What answers; see backend.Backend.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        device = getattr(getattr(backend, "model", None), "device", None)
+        self.kind: MemoryKind | None = None
+        if backend.name != "hf" or not isinstance(device, torch.device):
+            return
+        if device.type == "cuda":
+            self.kind = "cuda"
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.reset_peak_memory_stats(index)
+        elif device.type == "cpu":
+            self.kind = "process"
+            with contextlib.suppress(OSError):  # not Linux, or forbidden: then it is the peak since the process began
+                _CLEAR.write_text(_RESET_PEAK, encoding="ascii")
+
+    def bytes(self) -> int | None:
+        """The peak so far, the model's weights included; of all CUDA devices together."""
+        if self.kind == "cuda":
+            return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+        return _resident() if self.kind == "process" else None
+
+
+def _resident() -> int:
+    """The largest resident size of this process."""
+    if _STATUS.is_file():
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
+        if found is not None:  # getrusage would count what the process that started this one had, too
+            return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,185 @@
+"""PTQ, QAT and QAD beside each other: one row a method with its seeds behind it, and what training changed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from halfbyte.records.errors import UserError
+from halfbyte.reports.compare import Folders, record_folders
+from halfbyte.reports.comparison import (
+    EXIT_CODES,
+    Comparison,
+    ComparisonFile,
+    FidelityResult,
+    Gain,
+    Method,
+    MethodSummary,
+    ScoreOfSeeds,
+    SeedFigure,
+)
+from halfbyte.reports.gate import worst
+from halfbyte.reports.loss import paired_loss
+from halfbyte.reports.pairing import Pairs, pair
+from halfbyte.reports.statistics import ALPHA, Interval, holm
+
+_ORDER: tuple[Method, ...] = ("ptq", "qat", "qad")
+_CHANGED_ALPHA = 0.05
+
+
+def comparison_file(comparisons: Sequence[Comparison]) -> ComparisonFile:
+    """What comparison.json holds of several comparisons: the worst verdict first, and the rows of all methods."""
+    verdicts = [one.verdict for one in comparisons if one.verdict is not None]
+    word = worst([one.verdict for one in verdicts]) if len(verdicts) == len(comparisons) else None
+    return ComparisonFile(
+        verdict=word,
+        exit_code=None if word is None else EXIT_CODES[word],
+        sentence=next((one.sentence for one in verdicts if one.verdict == word), None),
+        comparisons=list(comparisons),
+        methods=summaries(comparisons),
+    )
+
+
+def grouped(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
+    """The comparisons as rows of a table: the seeds of one training together, PTQ before QAT before QAD.
+
+    Without a trained candidate each is a row, in the order given.
+    """
+    if not any(one.training for one in comparisons):
+        return [[one] for one in comparisons]
+    formats = list(dict.fromkeys(one.candidate.format for one in comparisons))
+    rows: list[list[Comparison]] = []
+    for one in sorted(comparisons, key=lambda one: (formats.index(one.candidate.format), _ORDER.index(one.method))):
+        last = rows[-1][-1] if rows else None
+        if last is not None and one.training and (last.candidate.format, last.method) == _kind(one):
+            rows[-1].append(one)
+        else:
+            rows.append([one])
+    return [sorted(row, key=_seed) for row in rows]
+
+
+def _kind(one: Comparison) -> tuple[str, Method]:
+    return (one.candidate.format, one.method)
+
+
+def _seed(one: Comparison) -> int:
+    return one.training.record.seed if one.training else 0
+
+
+def summaries(comparisons: Sequence[Comparison]) -> list[MethodSummary]:
+    """The rows of the table PTQ, QAT, QAD; empty without a trained candidate."""
+    if not any(one.training for one in comparisons):
+        return []
+    return [_summary(row) for row in grouped(comparisons)]
+
+
+def _summary(row: list[Comparison]) -> MethodSummary:
+    first = row[0]
+    columns = [(task.task, task.metric) for task in first.tasks]
+
+    def distance(of: Callable[[FidelityResult], float]) -> SeedFigure | None:
+        found = [of(one.fidelity) for one in row if one.fidelity is not None]
+        return _figure(found) if len(found) == len(row) else None
+
+    scores = []
+    for task, metric in columns:
+        values = [
+            one.result.candidate for side in row for one in side.tasks if (one.task, one.metric) == (task, metric)
+        ]
+        if len(values) == len(row):
+            scores.append(ScoreOfSeeds(task=task, metric=metric, **_figure(values).model_dump()))
+    return MethodSummary(
+        label=first.label if first.training else f"{first.label} PTQ",
+        format=first.candidate.format,
+        method=first.method,
+        seeds=[one.training.record.seed for one in row if one.training],
+        candidates=[one.candidate.digest for one in row],
+        scores=scores,
+        kl=distance(lambda one: one.kl),
+        top1_agreement=distance(lambda one: one.top1_agreement),
+        perplexity=distance(lambda one: one.candidate_perplexity),
+    )
+
+
+def _figure(values: list[float]) -> SeedFigure:
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return SeedFigure(mean=statistics.fmean(values), deviation=deviation, values=values)
+
+
+def with_gains(comparisons: Sequence[Comparison], folders: Sequence[Folders]) -> list[Comparison]:
+    """The comparisons, each trained one with its scores beside those of PTQ, question by question.
+
+    Nothing is added where no candidate of the same format is untrained, or several are and none can be told to be
+    where training began.
+
+    Args:
+        comparisons: Several candidates of one baseline.
+        folders: The records of each candidate.
+
+    Raises:
+        UserError: when two candidates' records are not comparable.
+    """
+    if len(folders) != len(comparisons):
+        raise ValueError(f"{len(folders)} folders for {len(comparisons)} comparisons")
+    found = []
+    for one, theirs in zip(comparisons, folders, strict=True):
+        plain = [
+            place
+            for place, other in enumerate(comparisons)
+            if other.training is None and other.candidate.format == one.candidate.format
+        ]
+        if one.training is None or len(plain) != 1:
+            found.append(one)
+        else:
+            found.append(one.model_copy(update={"gains": _gains(one, folders[plain[0]], theirs)}))
+    return found
+
+
+def _gains(trained: Comparison, before: Folders, after: Folders) -> list[Gain]:
+    policy = trained.policy
+    allow, unknown = (policy.allow, policy.allow_unknown) if policy else ((), ())
+    alpha = policy.alpha if policy else ALPHA
+    ours, theirs = record_folders(before), record_folders(after)
+    rows = []
+    for task in trained.tasks:
+        if task.task not in ours:
+            raise UserError(f"PTQ has no record of {task.task}, and the trained candidate has", "evaluate it there too")
+        pairs = pair(ours[task.task], theirs[task.task], allow, unknown)
+        if isinstance(pairs, Pairs):
+            rows.append((pairs, _gain(pairs, alpha)))
+    known = [gain.p for _, gain in rows if gain.p is not None]
+    adjusted = iter(holm(known).tolist() if known else [])
+    return [gain if gain.p is None else _said(gain, next(adjusted)) for _, gain in rows]
+
+
+def _gain(pairs: Pairs, alpha: float) -> Gain:
+    result = paired_loss(
+        pairs.baseline_values,
+        pairs.candidate_values,
+        higher_is_better=pairs.higher_is_better,
+        bounds=pairs.bounds,
+        alpha=alpha,
+    )
+    found, p = result.interval, None
+    if result.p_worse is not None and result.p_better is not None:
+        p = min(1.0, 2 * min(result.p_worse, result.p_better))
+    return Gain(
+        task=pairs.baseline.task,
+        metric=pairs.metric,
+        filter=pairs.filter,
+        questions=result.questions,
+        ptq=result.baseline,
+        trained=result.candidate,
+        gain=-result.loss,
+        interval=found and Interval(-found.high, -found.low, found.level, found.method),
+        gained=result.gained,
+        lost=result.lost,
+        p=p,
+        says="no difference shown",
+    )
+
+
+def _said(gain: Gain, p: float) -> Gain:
+    if p >= _CHANGED_ALPHA:
+        return gain.model_copy(update={"p": p})
+    return gain.model_copy(update={"p": p, "says": "better" if gain.gain > 0 else "worse"})

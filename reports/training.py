@@ -1,0 +1,143 @@
+"""What training did to a candidate, for reports: read from its run folder, as a table, as a sentence and as notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from halfbyte.records.training import TRAINING_FILE, TrainingRecord, load_training, read_curves
+from halfbyte.reports import figures
+from halfbyte.reports.comparison import Comparison, Training
+from halfbyte.reports.flips import spread_out
+from halfbyte.reports.tables import Table, labels
+
+_POINTS = 400  # of a drawn curve; a page has no room for more
+_STOPPED = {"max_steps": "all steps done", "patience": "no longer better"}
+
+
+def read_training(folder: Path) -> Training | None:
+    """The training in a run's folder; None where there is none, or it has not ended.
+
+    Raises:
+        UserError: when the record or its curves are damaged.
+    """
+    if not (folder / TRAINING_FILE).is_file():
+        return None
+    curves = read_curves(folder)
+    steps = spread_out(curves.steps, _POINTS)
+    if steps and steps[-1] is not curves.steps[-1]:
+        steps = [*steps, curves.steps[-1]]
+    return Training(record=load_training(folder), steps=steps, validations=curves.validations)
+
+
+def training_table(comparisons: Sequence[Comparison]) -> Table | None:
+    """One row a trained candidate; None where there is none."""
+    _, names = labels(comparisons)
+    rows = [
+        _row(label, one.training.record)
+        for label, one in zip(names, comparisons, strict=True)
+        if one.training is not None
+    ]
+    if not rows:
+        return None
+    headers = [
+        "model", "teacher", "stopped", "seed", "steps", "best step", "tokens", "seconds", "loss of PTQ", "at the best",
+        "KL of PTQ", "at the best", "questions looked at", "overlap",
+    ]  # fmt: skip
+    return Table("Training", headers, rows, labels=3)
+
+
+def _row(label: str, record: TrainingRecord) -> list[str]:
+    overlap = record.overlap
+    return [
+        label,
+        record.teacher or "none",
+        _STOPPED.get(record.stopped, record.stopped),
+        str(record.seed),
+        figures.count(record.steps),
+        figures.count(record.best_step),
+        figures.count(record.tokens),
+        figures.figure(record.seconds, 1),
+        figures.figure(record.start.loss),
+        figures.figure(record.best.loss),
+        figures.figure(record.start.kl),
+        figures.figure(record.best.kl),
+        figures.count(overlap.questions if overlap else None),
+        figures.count(overlap.found if overlap else None),
+    ]
+
+
+def training_line(training: Training, label: str) -> str:
+    """Training in one sentence, or two."""
+    record = training.record
+    stopped = {"max_steps": "", "patience": ", and stopped since it was no longer better"}.get(
+        record.stopped, f", and stopped: {record.stopped}"
+    )
+    text = (
+        f"{label} was trained for {figures.count(record.steps)} steps ({figures.count(record.tokens)} tokens, "
+        f"{figures.figure(record.seconds, 1)} s, seed {record.seed}){stopped}. Exported is step "
+        f"{figures.count(record.best_step)}: validation loss {figures.figure(record.start.loss)} (PTQ) to "
+        f"{figures.figure(record.best.loss)}"
+    )
+    if record.start.kl is not None and record.best.kl is not None:
+        text += f", KL divergence {figures.figure(record.start.kl)} to {figures.figure(record.best.kl)} nats a token"
+    if record.overlap is None:
+        return text + "; whether its texts overlap with the evaluation was not looked at."
+    return text + (
+        f"; {figures.count(record.overlap.found)} of {figures.count(record.overlap.questions)} evaluation questions "
+        "overlap with its texts."
+    )
+
+
+def gains_tables(comparisons: Sequence[Comparison]) -> list[Table]:
+    """What training changed beside PTQ, a table for each trained candidate of which that is known."""
+    _, names = labels(comparisons)
+    found = []
+    for label, one in zip(names, comparisons, strict=True):
+        if not one.gains:
+            continue
+        level = next((figures.level(row.interval.level) for row in one.gains if row.interval), "")
+        headers = ["task", "metric", "questions", "PTQ", label, "gain", f"{level} interval".strip(), "gained", "lost"]
+        rows = [
+            [
+                row.task,
+                row.metric if row.filter == "none" else f"{row.metric} ({row.filter})",
+                figures.count(row.questions),
+                figures.figure(row.ptq),
+                figures.figure(row.trained),
+                figures.figure(row.gain),
+                figures.interval(row.interval),
+                figures.count(row.gained),
+                figures.count(row.lost),
+                figures.p_value(row.p),
+                row.says,
+            ]
+            for row in one.gains
+        ]
+        found.append(Table(f"{label} beside PTQ", [*headers, "p (Holm)", "beyond chance"], rows, labels=2))
+    return found
+
+
+def training_notes(one: Comparison) -> list[str]:
+    """What a reader must know of a candidate's training: that it harmed, gave nothing, broke off, or saw the test."""
+    if one.training is None:
+        return []
+    record, notes = one.training.record, []
+    if record.stopped.startswith("diverged"):
+        notes.append(f"training {record.stopped}; exported is the last good step, {figures.count(record.best_step)}")
+    if record.best_step == 0:
+        notes.append("training made nothing better by its validation, so that what is exported is PTQ")
+    if record.overlap is not None and record.overlap.found:
+        notes.append(
+            f"{figures.count(record.overlap.found)} of {figures.count(record.overlap.questions)} evaluation questions "
+            "share a run of words with the training texts, so that its scores may be of what it has seen"
+        )
+    for says, what in (("worse", "made it worse than PTQ"), ("better", "made it better than PTQ")):
+        tasks = [
+            f"{row.task} ({figures.figure(row.gain)} {row.metric}, interval {figures.interval(row.interval)})"
+            for row in one.gains
+            if row.says == says
+        ]
+        if tasks:
+            notes.append(f"training {what} beyond chance, at 5% for all tasks together (Holm): {', '.join(tasks)}")
+    return notes
