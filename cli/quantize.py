@@ -18,6 +18,7 @@ def run(args: Namespace) -> int:
         overrides.append(f"model.id={json.dumps(args.model, ensure_ascii=False)}")  # quoted: 123 is a name too
     recipe = load_recipe(args.recipe, overrides)
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in the recipe should not
+    from halfbyte.stages import make_checkpoint
 
     job = produce.prepare(recipe, args.device)
     if args.dry_run or not args.quiet:
@@ -35,7 +36,7 @@ def run(args: Namespace) -> int:
     with folder.lock():
         if args.force:
             produce.require_own_folder(job, folder, force=True)
-        summary = produce.produce(job, folder, data_root=args.data_root)
+        summary = make_checkpoint(job, folder, args.data_root)
     if args.json:
         print(dumps({"checkpoint": str(folder.checkpoint), **summary.model_dump()}), end="")
     else:

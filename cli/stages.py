@@ -1,9 +1,10 @@
-"""The stages of a run beside its evaluations: fidelity, and the canary of baseline and candidate."""
+"""The stages of a run beside its evaluations: the checkpoint, fidelity, and the canary of baseline and candidate."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halfbyte.eval.canary import PROMPTS, judge, load_observation, observe, save_observation
 from halfbyte.eval.fidelity import measure_fidelity
@@ -14,9 +15,30 @@ from halfbyte.records.digests import cache_folder, text_identity, value_digest
 from halfbyte.records.errors import Anomaly
 from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
 from halfbyte.records.manifest import package_versions
+from halfbyte.records.record import ModelSummary
 from halfbyte.sides import Side
 
+if TYPE_CHECKING:
+    from halfbyte.quant.produce import Job
+    from halfbyte.records.run import RunFolder
+
 logger = logging.getLogger(__name__)
+
+
+def make_checkpoint(job: Job, folder: RunFolder, data_root: Path | None) -> ModelSummary:
+    """The checkpoint of a recipe; where it trains, its texts are compared with the questions of its evaluation first.
+
+    Raises:
+        UserError: see produce.produce.
+    """
+    from halfbyte.quant import produce
+
+    questions = None
+    if job.recipe.train is not None and not produce.has_checkpoint(job, folder):
+        from halfbyte.eval.question_texts import question_texts
+
+        questions = question_texts(job.recipe.evaluate, data_root)
+    return produce.produce(job, folder, data_root=data_root, questions=questions)
 
 
 def measure(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.quant.elements import E4M3_MAX
+from halfbyte.quant.elements import E4M3_MAX, e2m1_round
 from halfbyte.quant.fake_quantize import nvfp4_static_fake_quantize
 from halfbyte.records.errors import UserError
 
@@ -58,6 +58,16 @@ def patch_static_nvfp4() -> None:
         return values.to(out_dtype or x.dtype)
 
     function.forward = staticmethod(forward)
+    cast_function = tensor_quant.FP4CastSTEFunction
+    cast_kernel = cast_function.forward
+
+    def cast_forward(ctx: Any, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        if x.is_cuda:
+            return cast_kernel(ctx, x, out_dtype)  # type: ignore[no-any-return]
+        ctx.save_for_backward(x)
+        return e2m1_round(x).to(out_dtype or x.dtype)
+
+    cast_function.forward = staticmethod(cast_forward)
 
 
 @contextmanager

@@ -1,10 +1,9 @@
-"""From a recipe to a checkpoint on disk: plan, calibrate, export; what is done already is recognised and skipped."""
+"""From a recipe to a checkpoint on disk: plan, calibrate, train, export; what is done already is skipped."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,23 +12,18 @@ from typing import Any
 
 import torch
 
-from halfbyte.quant import calibration, ptq
+from halfbyte.quant import ptq
 from halfbyte.quant.checkpoint import quant_format, summarize, torch_dtype
 from halfbyte.quant.configs import quant_config
 from halfbyte.quant.load import Described, Loaded, describe, load
-from halfbyte.quant.models import (
-    Source,
-    compute_dtype,
-    device_of,
-    locate,
-    open_original,
-    open_tokenizer,
-    require_same_vocabulary,
-)
+from halfbyte.quant.making import Making, Questions, timed
+from halfbyte.quant.models import Source, compute_dtype, device_of, locate
 from halfbyte.quant.plan import Plan, make_plan
+from halfbyte.quant.processes import Processes
+from halfbyte.quant.trainable import identity, require_trainable
 from halfbyte.recipes.find import load_recipe, recipe_digest, resolved_yaml
 from halfbyte.recipes.schema import ModelSpec, Recipe
-from halfbyte.recipes.texts import load_texts, require_local
+from halfbyte.recipes.texts import require_local
 from halfbyte.records.digests import model_digest, text_identity, value_digest
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import atomic_folder, sync_files, write_text
@@ -55,6 +49,8 @@ class Job:
     device: torch.device
     dtype: str
     """What both sides are evaluated in: bfloat16, float16 or float32."""
+    teacher: Source | None = None
+    """Of a recipe that trains."""
 
     @cached_property
     def digest(self) -> str:
@@ -65,7 +61,7 @@ class Job:
     def key(self) -> str:
         """Digest of all that shapes the checkpoint; it needs that of the original model."""
         versions = package_versions()
-        block = self.recipe.quantize
+        block, train = self.recipe.quantize, self.recipe.train
         return value_digest(
             {
                 "model": self.digest,
@@ -74,6 +70,7 @@ class Job:
                 "texts": [text_identity(entry.dataset) for entry in block.calibration.sources],
                 "device": self.device.type,
                 "packages": {name: versions[name] for name in _SHAPING_PACKAGES},
+                **({} if train is None else identity(train, self.teacher, self.source)),
             }
         )
 
@@ -119,8 +116,9 @@ def prepare(recipe: Recipe, device: str | None = None) -> Job:
     for entry in [*recipe.quantize.calibration.sources, *([fidelity.source] if fidelity else [])]:
         require_local(entry)
     plan = make_plan(source, config, torch_dtype(recipe.model.dtype), recipe.quantize.keep)
+    teacher = require_trainable(recipe, source)
     computed = compute_dtype(recipe.evaluate.dtype, where, torch_dtype(recipe.model.dtype))
-    return Job(recipe, source, config, plan, where, str(computed).removeprefix("torch."))
+    return Job(recipe, source, config, plan, where, str(computed).removeprefix("torch."), teacher)
 
 
 def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:
@@ -150,9 +148,10 @@ def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:
             "choose another --output, or --force to replace it",
         )
     made = load_manifest(run.manifest).keys.get("checkpoint") if run.manifest.is_file() else job.key
-    if (other.model, other.quantize) != (job.recipe.model, job.recipe.quantize) or made != job.key:
+    ours = job.recipe
+    if (other.model, other.quantize, other.train) != (ours.model, ours.quantize, ours.train) or made != job.key:
         raise UserError(
-            f"{run.root} was made from another model, quantize block, device or version of the packages",
+            f"{run.root} was made from another model, quantize or train block, device or version of the packages",
             "choose another --output, or --force to replace it",
         )
 
@@ -198,90 +197,60 @@ def _kept_bytes(job: Job) -> int:
     return size * sum(layer.weights + layer.rank * sum(layer.shape) for layer in layers)
 
 
-def produce(job: Job, run: RunFolder, *, data_root: Path | None = None) -> ModelSummary:
-    """Writes run.checkpoint, run.calibration, run.recipe and run.manifest; skips what is there.
+def produce(
+    job: Job, run: RunFolder, *, data_root: Path | None = None, questions: Questions | None = None
+) -> ModelSummary:
+    """Writes run.checkpoint, run.calibration, run.training, run.recipe and run.manifest; skips what is there.
 
-    The caller holds run.lock() and has called require_own_folder.
+    The caller holds run.lock() and has called require_own_folder. Where several processes train together, the others
+    end here once training is done, and the first exports.
+
+    Args:
+        job: What to make.
+        run: Where.
+        data_root: See recipes.data.data_root.
+        questions: Of the evaluation by task and id, which the texts of a training must not hold.
 
     Returns:
         What the checkpoint weighs.
 
     Raises:
-        UserError: for bad calibration data, a full disk, or a calibration that overflows.
+        UserError: for bad calibration data, a full disk, a calibration that overflows, or a training that diverges.
     """
-    claim(job, run)
+    processes = Processes(job.device)
+    if processes.leads:
+        claim(job, run)
     if has_checkpoint(job, run) and load_manifest(run.manifest).checkpoint_digest == model_digest(run.checkpoint):
         ptq.drop_weights(run.calibration)
         logger.info("checkpoint: done already")
         return summarize(run.checkpoint, job.recipe.name)
     require_space(job, run)
-    spec = job.recipe.quantize.calibration
     own = torch_dtype(job.recipe.model.dtype)
-    seconds: dict[str, float] = {}
-    data: dict[str, str] = {}
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        hashed = beside.submit(lambda: job.key)  # reads the same files as loading, and leaves Python's lock to it
-        with _timed(seconds, "load"):
-            tokenizer = open_tokenizer(job.source)
-            computed = compute_dtype("auto", job.device, own)
-            model = open_original(job.source, weights=own, compute=computed, device=job.device)
-            require_same_vocabulary(model, tokenizer)
-        with _timed(seconds, "digest"):  # what loading left of it
-            hashed.result()
-    if ptq.has_calibration(run.calibration, job.key):
-        logger.info("calibration: done already")
-        with _timed(seconds, "restore calibration"):
-            state = ptq.load_calibration(model, run.calibration)
-        data, seconds["calibrate"] = state["data"], state["seconds"]
-    else:
-        texts: list[str] = []
-        for entry in spec.sources:
-            found = load_texts(entry, seed=spec.seed, data_root=data_root)
-            texts += found.texts
-            data[" ".join(filter(None, ["calibration:", entry.dataset, entry.name, entry.split]))] = found.digest
-        sequences = calibration.tokenize(texts, tokenizer, spec.length)
-        loop = calibration.forward_loop(
-            sequences,
-            tokens_per_row=spec.length * spec.batch_size,
-            pack=calibration.packs_exactly(model),
-        )
-        with _timed(seconds, "calibrate"):
-            ptq.calibrate(model, job.config, loop)
-        with _timed(seconds, "keep calibration"):
-            ptq.save_calibration(model, run.calibration, job.key, data=data, seconds=seconds["calibrate"])
-    with _timed(seconds, "settle"):
-        unstable = ptq.settle(model, own)
-    with _timed(seconds, "publish"), atomic_folder(run.checkpoint) as partial:
-        with _timed(seconds, "export"):
-            ptq.export(model, tokenizer, partial, own, unstable)
+    made = Making(job, run, data_root, processes)
+    model = made.calibrated()
+    if job.recipe.train is not None:
+        model = made.trained(model, questions)
+        processes.part()
+    with timed(made.seconds, "settle"):
+        unstable = ptq.settle(model, own, scales_are_shared=job.recipe.train is not None)
+    with timed(made.seconds, "publish"), atomic_folder(run.checkpoint) as partial:
+        with timed(made.seconds, "export"):
+            ptq.export(model, made.tokenizer, partial, own, unstable)
         with ThreadPoolExecutor(max_workers=1) as beside:  # hashed from memory while the disk takes it in
             synced = beside.submit(sync_files, partial)
             checkpoint_digest = model_digest(partial)
             synced.result()
-    seconds["publish"] = round(seconds["publish"] - seconds["export"], 3)
+    made.seconds["publish"] = round(made.seconds["publish"] - made.seconds["export"], 3)
     Manifest(
         recipe=job.recipe.name,
         recipe_digest=recipe_digest(job.recipe),
         model=job.source.name,
         model_digest=job.digest,
         checkpoint_digest=checkpoint_digest,
-        data=data,
-        seeds={"calibration": spec.seed},
+        data=made.data,
+        seeds=made.seeds,
         keys={"checkpoint": job.key},
-        seconds=seconds,
+        seconds=made.seconds,
     ).save(run.manifest)
     ptq.drop_weights(run.calibration)
     return summarize(run.checkpoint, job.recipe.name)
-
-
-class _timed:
-    """Adds the wall time of a block to a table of seconds."""
-
-    def __init__(self, seconds: dict[str, float], stage: str) -> None:
-        self.seconds, self.stage = seconds, stage
-
-    def __enter__(self) -> None:
-        self.start = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds[self.stage] = round(time.monotonic() - self.start, 3)

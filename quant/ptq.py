@@ -181,11 +181,24 @@ def load_calibration(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     return facts
 
 
-def settle(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> list[Unstable]:
+def share_scales(model: PreTrainedModel) -> None:
+    """Gives linears that read the same input (q/k/v, gate/up) one amax, in place, as loaders that fuse them assume.
+
+    Smoothing scales are folded into the layer before where that is possible. ModelOpt would do this silently during
+    export.
+    """
+    from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
+
+    with quiet_upstream(), torch.no_grad():
+        requantize_resmooth_fused_llm_layers(model)
+
+
+def settle(
+    model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16, *, scales_are_shared: bool = False
+) -> list[Unstable]:
     """Makes the model in memory what its export will be, in place.
 
-    1. Linears that read the same input (q/k/v, gate/up) get one amax, as loaders that fuse them assume, and smoothing
-       scales are folded into the layer before where that is possible; ModelOpt would do this silently during export.
+    1. share_scales(), unless that was done.
     2. What the checkpoint keeps in `dtype` is rounded to it: a model calibrated in float32 may not be of that type any
        more where calibration changed it.
     3. Every amax of an input or a KV cache becomes one that is recovered exactly from the scale the checkpoint stores.
@@ -195,14 +208,14 @@ def settle(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> list[
     Args:
         model: After calibration.
         dtype: Type of what stays unquantized in the checkpoint.
+        scales_are_shared: Whether share_scales() was called: a second time would not be the same (see fused_once).
 
     Returns:
         What export() must put back first.
     """
-    from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
-
-    with quiet_upstream(), torch.no_grad():
-        requantize_resmooth_fused_llm_layers(model)
+    if not scales_are_shared:
+        share_scales(model)
+    with torch.no_grad():
         for tensor, kind in _kept(model, dtype):
             tensor.copy_(tensor.to(kind))
     for name, quantizer in quantizers(model).items():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from line import write_recipe
 
-from halfbyte.quant import models, produce, ptq
+from halfbyte.quant import making, models, produce, ptq
 from halfbyte.quant.load import load
 from halfbyte.recipes.find import load_recipe
 from halfbyte.recipes.schema import ModelSpec
@@ -74,7 +74,7 @@ def test_the_original_is_hashed_while_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loading = threading.Event()
-    digest, open_original = models.model_digest, produce.open_original
+    digest, open_original = models.model_digest, making.open_original
 
     def hash_once_loading(folder: Path) -> str:
         assert loading.wait(20), "hashed before anything was loaded"
@@ -85,7 +85,7 @@ def test_the_original_is_hashed_while_it_is_loaded(
         return open_original(*args, **options)
 
     monkeypatch.setattr(models, "model_digest", hash_once_loading)
-    monkeypatch.setattr(produce, "open_original", opened)
+    monkeypatch.setattr(making, "open_original", opened)
     job = produce.prepare(load_recipe(str(write_recipe(tmp_path / "recipe", tiny_model_folder))), "cpu")
     run = RunFolder(tmp_path / "run")
     produce.require_own_folder(job, run, force=False)

@@ -1,0 +1,69 @@
+"""halfbyte train: from a recipe with a train block to an exported checkpoint, on one process or several."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from halfbyte.recipes.find import load_recipe
+from halfbyte.records.errors import UserError
+from halfbyte.records.files import dumps
+from halfbyte.records.run import RunFolder
+
+
+def run(args: Namespace) -> int:
+    """Prints the plan, calibrates, trains, exports, and prints what training has changed and where the checkpoint is.
+
+    `accelerate launch -m halfbyte train RECIPE` runs this in each process; the first writes and prints.
+    """
+    leads = os.environ.get("RANK", "0") == "0"
+    if not leads:
+        os.environ["TQDM_DISABLE"] = "1"
+        logging.getLogger("halfbyte").setLevel(logging.WARNING)
+    recipe = load_recipe(args.recipe, args.set)
+    if recipe.train is None:
+        raise UserError(
+            f"recipe '{recipe.name}' has no train block",
+            "`halfbyte quantize` makes its checkpoint; `halfbyte recipes smollm2-135m-nvfp4-qad` prints a train block",
+        )
+    from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in the recipe should not
+    from halfbyte.stages import make_checkpoint
+
+    job = produce.prepare(recipe, args.device)
+    if leads and (args.dry_run or not args.quiet):
+        text = f"{recipe.name}: {job.source.name}\n{job.plan}"
+        print(text, file=sys.stdout if args.dry_run and not args.json else sys.stderr)
+    if args.dry_run:
+        if args.json and leads:
+            print(dumps({"recipe": recipe.name, "model": job.source.name, **job.plan.as_dict()}), end="")
+        return 0
+    folder = RunFolder(args.output or Path("runs") / recipe.name)
+    if not args.force:
+        produce.require_own_folder(job, folder, force=False)  # before the lock makes the folder
+    with folder.lock() if leads else contextlib.nullcontext():
+        if args.force and leads:
+            produce.require_own_folder(job, folder, force=True)
+        summary = make_checkpoint(job, folder, args.data_root)
+    _conclude(folder, summary.model_dump(), as_json=args.json)
+    return 0
+
+
+def _conclude(folder: RunFolder, summary: dict[str, object], *, as_json: bool) -> None:
+    from halfbyte.records.training import load_training
+
+    record = load_training(folder.training)
+    if as_json:
+        print(
+            dumps({"checkpoint": str(folder.checkpoint), "training": record.model_dump(mode="json"), **summary}), end=""
+        )
+        return
+    print(f"{record.method}, {record.steps} steps, {record.tokens:,} tokens, stopped by {record.stopped}")
+    for name in ("loss", "kl"):
+        before, after = getattr(record.start, name), getattr(record.best, name)
+        if before is not None and after is not None:
+            print(f"validation {name:4} {before:.4f} before training, {after:.4f} at step {record.best_step}")
+    print(f"checkpoint: {folder.checkpoint}")

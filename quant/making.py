@@ -1,0 +1,157 @@
+"""The model of a recipe on its way to the export: opened, calibrated, trained; each by an earlier process or now."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import torch
+
+from halfbyte.quant import calibration, ptq
+from halfbyte.quant.checkpoint import torch_dtype
+from halfbyte.quant.leakage import overlap
+from halfbyte.quant.models import (
+    compute_dtype,
+    device_of,
+    open_original,
+    open_tokenizer,
+    require_same_vocabulary,
+)
+from halfbyte.quant.packing import packs_rows
+from halfbyte.quant.processes import Processes
+from halfbyte.quant.train import Training, finished, put_trained, train
+from halfbyte.quant.training_texts import training_examples
+from halfbyte.recipes.texts import load_texts
+from halfbyte.recipes.training import TrainSpec
+from halfbyte.records.run import RunFolder
+from halfbyte.records.training import OverlapFound
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from halfbyte.quant.produce import Job
+
+logger = logging.getLogger(__name__)
+
+Questions: TypeAlias = Mapping[str, Mapping[str, str]]
+"""Texts of an evaluation's questions by task and id."""
+
+
+class Making:
+    """The model of a job on its way to the export, and what the manifest says of it."""
+
+    def __init__(self, job: Job, run: RunFolder, data_root: Path | None, processes: Processes) -> None:
+        self.job, self.run, self.data_root, self.processes = job, run, data_root, processes
+        self.seconds: dict[str, float] = {}
+        self.data: dict[str, str] = {}
+        self.seeds = {"calibration": job.recipe.quantize.calibration.seed}
+        self.tokenizer = open_tokenizer(job.source)
+
+    def _open(self) -> PreTrainedModel:
+        own = torch_dtype(self.job.recipe.model.dtype)
+        computed = compute_dtype("auto", self.job.device, own)
+        return open_original(self.job.source, weights=own, compute=computed, device=self.processes.device)
+
+    def calibrated(self) -> PreTrainedModel:
+        """The model with its quantizers calibrated, now or by an earlier process."""
+        job, run, seconds = self.job, self.run, self.seconds
+        spec = job.recipe.quantize.calibration
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            hashed = beside.submit(lambda: job.key)  # reads the same files as loading, and leaves Python's lock to it
+            with timed(seconds, "load"):
+                model = self._open()
+                require_same_vocabulary(model, self.tokenizer)
+            with timed(seconds, "digest"):  # what loading left of it
+                hashed.result()
+        if not self.processes.leads:
+            self.processes.wait()
+        if ptq.has_calibration(run.calibration, job.key):
+            logger.info("calibration: done already")
+            with timed(seconds, "restore calibration"):
+                state = ptq.load_calibration(model, run.calibration)
+            self.data, seconds["calibrate"] = state["data"], state["seconds"]
+            if self.processes.leads:
+                self.processes.wait()
+            return model
+        texts: list[str] = []
+        for entry in spec.sources:
+            found = load_texts(entry, seed=spec.seed, data_root=self.data_root)
+            texts += found.texts
+            self.data[" ".join(filter(None, ["calibration:", entry.dataset, entry.name, entry.split]))] = found.digest
+        sequences = calibration.tokenize(texts, self.tokenizer, spec.length)
+        loop = calibration.forward_loop(
+            sequences,
+            tokens_per_row=spec.length * spec.batch_size,
+            pack=calibration.packs_exactly(model),
+        )
+        with timed(seconds, "calibrate"):
+            ptq.calibrate(model, job.config, loop)
+        with timed(seconds, "keep calibration"):
+            ptq.save_calibration(model, run.calibration, job.key, data=self.data, seconds=seconds["calibrate"])
+        self.processes.wait()
+        return model
+
+    def trained(self, model: PreTrainedModel, questions: Questions | None) -> PreTrainedModel:
+        """The best of a training that starts from the calibrated model, now or by an earlier process.
+
+        The weights are put into a model that is opened and calibrated anew, so that nothing of the training is left in
+        it but them.
+        """
+        spec = cast(TrainSpec, self.job.recipe.train)
+        record = finished(self.run, self.job.key)
+        if record is None:
+            with timed(self.seconds, "train"):
+                record = train(self._training(model, questions), self.run)
+            del model
+            gc.collect()
+            if self.job.device.type == "cuda":
+                torch.cuda.empty_cache()
+            model = self._open()
+            ptq.load_calibration(model, self.run.calibration)
+        else:
+            logger.info("training: done already")
+            self.seconds["train"] = record.seconds
+        self.data |= {f"training: {name}": digest for name, digest in record.data.items()}
+        self.seeds["training"] = record.seed
+        ptq.share_scales(model)
+        put_trained(model, spec, self.run, self.job.key)
+        return model
+
+    def _training(self, model: PreTrainedModel, questions: Questions | None) -> Training:
+        job, spec = self.job, cast(TrainSpec, self.job.recipe.train)
+        longest = getattr(model.config, "max_position_embeddings", None)
+        packs = spec.packing and packs_rows(model)
+        teacher: PreTrainedModel | None = None
+        if job.teacher is not None and spec.teacher is not None:
+            theirs = spec.teacher.model or job.recipe.model
+            own = torch_dtype(theirs.dtype)
+            where = self.processes.device if spec.teacher.device is None else device_of(spec.teacher.device)
+            computed = compute_dtype("auto", where, own)
+            teacher = open_original(job.teacher, weights=own, compute=computed, device=where)
+        examples = training_examples(spec, self.tokenizer, longest, self.data_root, packs=packs)
+        found = None
+        if questions:
+            overlapping = overlap(examples.texts, questions)
+            overlapping.require_at_most(spec.max_overlap)
+            checked = sum(task.checked for task in overlapping.tasks.values())
+            found = OverlapFound(questions=checked, found=len(overlapping.touched), bound=spec.max_overlap)
+        name = None if job.teacher is None else job.teacher.name
+        return Training(spec, job.key, self.processes.device, model, examples, teacher, name, found)
+
+
+class timed:
+    """Adds the wall time of a block to a table of seconds."""
+
+    def __init__(self, seconds: dict[str, float], stage: str) -> None:
+        self.seconds, self.stage = seconds, stage
+
+    def __enter__(self) -> None:
+        self.start = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self.stage] = round(time.monotonic() - self.start, 3)

@@ -1,0 +1,77 @@
+"""What can be known to stop a training before a weight is read."""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.quant.models import Source, device_of, empty_model, locate, open_tokenizer
+from halfbyte.recipes.schema import Recipe
+from halfbyte.recipes.texts import require_local
+from halfbyte.recipes.training import TrainSpec
+from halfbyte.records.digests import text_identity
+from halfbyte.records.errors import UserError
+
+
+def require_trainable(recipe: Recipe, source: Source) -> Source | None:
+    """Looks at a recipe's train block.
+
+    Args:
+        recipe: The recipe.
+        source: The model it trains.
+
+    Returns:
+        The teacher's files; None where the recipe does not train, or without a teacher.
+
+    Raises:
+        UserError: for a text longer than the model takes, a local file that cannot be read, a device that is not here,
+            or a teacher with another vocabulary.
+    """
+    spec = recipe.train
+    if spec is None:
+        return None
+    for entry in spec.sources:
+        require_local(entry)
+    if spec.sampled is not None and spec.sampled.prompts is not None:
+        require_local(spec.sampled.prompts)
+    with torch.device("meta"):
+        config, _ = empty_model(source)
+    longest = getattr(config, "max_position_embeddings", None)
+    wanted = max(spec.length, spec.sampled.length if spec.sampled else 0)
+    if longest is not None and wanted > longest:
+        raise UserError(
+            f"train.length is {wanted} tokens and the model takes {longest}", f"set train.length to at most {longest}"
+        )
+    if spec.teacher is None:
+        return None
+    if spec.teacher.device is not None:
+        device_of(spec.teacher.device)
+    theirs = spec.teacher.model
+    if theirs is None:
+        return source
+    teacher = locate(theirs.id, revision=theirs.revision, gguf_file=theirs.gguf_file, dtype=theirs.dtype)
+    _require_same_tokens(source, teacher)
+    return teacher
+
+
+def _require_same_tokens(student: Source, teacher: Source) -> None:
+    ours, theirs = (open_tokenizer(source).get_vocab() for source in (student, teacher))
+    if ours == theirs:
+        return
+    first = next((token for token, number in sorted(ours.items()) if theirs.get(token) != number), None)
+    example = f"token {first!r} is {ours[first]} and {theirs.get(first)}" if first is not None else "it has more"
+    raise UserError(
+        f"the teacher {teacher.name} has another vocabulary than {student.name}: {len(theirs)} and {len(ours)} tokens, "
+        f"{example}",
+        "distil from a model with the same tokenizer, or leave train.teacher.model out for the model itself",
+    )
+
+
+def identity(spec: TrainSpec, teacher: Source | None, student: Source) -> dict[str, object]:
+    """What decides a training beside the model, the quantization and the versions of the packages."""
+    prompts = spec.sampled.prompts if spec.sampled else None
+    entries = [*spec.sources, *([prompts] if prompts else [])]
+    return {
+        "train": spec.model_dump(mode="json"),
+        "training_texts": [text_identity(entry.dataset) for entry in entries],
+        "teacher": teacher.digest if teacher is not None and teacher != student else None,
+    }
