@@ -158,6 +158,8 @@ def _plan(args: Namespace, settings: EvaluateSpec) -> int:
 
 def plan_table(plans: list[TaskPlan]) -> list[str]:
     """The plan of each task and their sum, as lines."""
+    from halfbyte.eval.plan import ENOUGH
+
     head = ["task", "questions", "prompt tokens", "distinct", "longest", "too long", "texts", "to generate", "time"]
     rows = [head]
     for plan in plans:
@@ -191,7 +193,10 @@ def plan_table(plans: list[TaskPlan]) -> list[str]:
         for pairs in (zip(row, widths, strict=True) for row in rows)
     ]
     if any(plan.seconds is None for plan in plans):
-        lines.append("time: not known before the model has been evaluated once on this hardware; a bar will say")
+        lines.append(
+            "time: not known, since no record of this model on this hardware says how fast it is; a short evaluation "
+            f"such as --limit 50 --output DIR (at least {ENOUGH:,} tokens) and then --dry-run --output DIR will tell"
+        )
     if any(plan.truncated for plan in plans):
         lines.append("too long: prompts that do not fit are an error unless --allow-truncated is given")
     return lines

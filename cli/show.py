@@ -10,6 +10,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from halfbyte.records.files import read_json
 from halfbyte.records.record import EvaluationRecord, Sample, read_samples
 
 OPEN, CLOSE = "\u27e6", "\u27e7"
@@ -71,9 +72,11 @@ class Painter:
 def show(folder: Path, record: EvaluationRecord, count: int, painter: Painter) -> Iterator[str]:
     """The first `count` questions of each subtask of a record, as lines."""
     samples = read_samples(folder, record)
+    every = read_json(folder / record.results_file).get("n-samples", {})
     for subtask, rows in groupby(samples, key=lambda sample: sample.subtask):
+        total = every.get(subtask, {}).get("original", record.fingerprint.subtasks[subtask].questions)
         for question in islice(_questions(rows), count):
-            yield from _question(subtask, question, record, painter)
+            yield from _question(f"{subtask}, question {question[0].doc_id} (of {total})", question, painter)
 
 
 def _questions(rows: Iterable[Sample]) -> list[list[Sample]]:
@@ -84,10 +87,9 @@ def _questions(rows: Iterable[Sample]) -> list[list[Sample]]:
     return [found[doc_id] for doc_id in sorted(found)]
 
 
-def _question(subtask: str, rows: Sequence[Sample], record: EvaluationRecord, painter: Painter) -> Iterator[str]:
+def _question(title: str, rows: Sequence[Sample], painter: Painter) -> Iterator[str]:
     first = rows[0]
-    total = record.fingerprint.subtasks[subtask].questions
-    yield painter.bold(f"== {subtask}, question {first.doc_id} (of {total}) ".ljust(100, "="))
+    yield painter.bold(f"== {title} ".ljust(100, "="))
     yield _facts(first)
     requests = list(first.raw["arguments"].values())
     yield painter.prompt(_text(requests[0], 0), first)

@@ -230,6 +230,16 @@ def whole_record(output: Path, key: str, settings: EvaluateSpec, data_root: Path
     return record and verify_content(output)
 
 
+def _whole(output: Path) -> bool:
+    """Whether a record is as it was written; says so where it is not, and will be replaced."""
+    try:
+        verify_content(output)
+    except DamagedRecord as damage:
+        logger.warning("%s; evaluating again", damage.message)
+        return False
+    return True
+
+
 def _cached_record(output: Path, key: str, settings: EvaluateSpec, data_root: Path | None) -> EvaluationRecord | None:
     """As whole_record, for a folder of the shared cache: a damaged record is deleted, to be computed again."""
     if output.is_dir() and not (output / RECORD_FILE).is_file():
@@ -263,7 +273,7 @@ def evaluate_into(
     waiting = [
         (spec, folder)
         for spec, folder in zip(settings.tasks, folders, strict=True)
-        if finished_record(folder, side.key(spec, settings), settings, root) is None
+        if finished_record(folder, side.key(spec, settings), settings, root) is None or not _whole(folder)
     ]
     cached = cached and _writable(cache_folder())
     if cached:
@@ -313,7 +323,7 @@ def own_records(side: Side, settings: EvaluateSpec, folder: Path, data_root: Pat
         output = folder / f"{spec.task}@{key[:16]}"
         bring_forward(output)
         with locked(output):
-            if usable_record(output, key, settings, find_root(data_root)) is not None:
+            if usable_record(output, key, settings, find_root(data_root)) is not None and _whole(output):
                 logger.info("%s: done already", spec.task)
             else:
                 side.evaluate(spec, settings, output, data_root)

@@ -15,7 +15,16 @@ from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.digests import value_digest
 from halfbyte.records.errors import UserError, disk_full_is_a_user_error
 from halfbyte.records.files import PARTIAL, hold, replace_folder
-from halfbyte.records.record import OUR_TASKS, RECORD_FILE, SCHEMA_VERSION, EvaluationRecord, ModelSummary, load_record
+from halfbyte.records.record import (
+    OUR_TASKS,
+    RECORD_FILE,
+    SCHEMA_VERSION,
+    DamagedRecord,
+    EvaluationRecord,
+    ModelSummary,
+    load_record,
+    verify_content,
+)
 
 if TYPE_CHECKING:
     from halfbyte.eval.backend import Backend
@@ -201,7 +210,7 @@ def finished_record(
         raise UserError(f"cannot write {output}: {blocking} is a file", "choose another --output")
     if (output / RECORD_FILE).exists():
         record = usable_record(output, key, settings, root)
-        if record is not None:
+        if record is not None and not (replace and _is_damaged(output)):
             return record
         if not replace:
             record = load_record(output)
@@ -216,6 +225,14 @@ def finished_record(
     if record is not None:
         _publish(partial, output)
     return record
+
+
+def _is_damaged(output: Path) -> bool:
+    try:
+        verify_content(output)
+    except DamagedRecord:
+        return True
+    return False
 
 
 @contextmanager

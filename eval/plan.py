@@ -83,6 +83,7 @@ def plan_task(
         raise UserError("apply_chat_template is set, but the tokenizer has no chat template", "evaluate without it")
     lm = _Counting(backend, settings.seed)
     questions = Questions(spec, settings, root)
+    questions.warn_of_a_missing_template(tokenizer)
     for method, group in groupby(questions.requests(lm), key=lambda request: str(request.request_type)):
         requests = [request for one in group for request in [one] * int(one.repeats or 1)]
         getattr(lm, method)(requests)

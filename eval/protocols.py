@@ -7,15 +7,18 @@ A filter turns the k texts of each question into k answers, NO_ANSWER where a te
 from __future__ import annotations
 
 import hashlib
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from halfbyte.eval import answers
 from halfbyte.eval.answers import NO_ANSWER
 from halfbyte.eval.equivalence import equal
+from halfbyte.records.errors import UserError
 
 Doc = dict[str, Any]
 Texts = Iterable[Sequence[str]]
+MEND = "mend it in the data set, or take it out; the same command goes on with the answers that are there"
 WRONG_CHOICES = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
@@ -37,18 +40,38 @@ def letters(texts: Texts, docs: Sequence[Doc]) -> list[list[str]]:
 
 def judge_mathematical(doc: Doc, results: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Compares each answer with the question's `answer`, as mathematics."""
-    reference = str(doc["answer"] if "answer" in doc else doc["Answer"])
-    return _judged(results[0], reference, equal)
+    return _judged(results[0], _reference(doc, "answer" if "answer" in doc else "Answer"), equal)
 
 
 def judge_gsm8k(doc: Doc, results: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Compares each answer with what follows #### in the question's solution."""
-    return _judged(results[0], answers.gsm8k(doc["answer"]) or "", equal)
+    reference = answers.gsm8k(_reference(doc, "answer"))
+    if reference is None:
+        raise UserError(f"the solution of the question '{_beginning(doc)}' has no answer behind ####", MEND)
+    return _judged(results[0], reference, equal)
 
 
 def judge_letter(doc: Doc, results: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Compares each letter with the question's `answer`."""
     return _judged(results[0], doc["answer"], str.__eq__)
+
+
+def _reference(doc: Doc, name: str) -> str:
+    """The right answer.
+
+    Raises:
+        UserError: where a question has none.
+    """
+    value = doc.get(name)
+    if value is None or not str(value).strip():
+        raise UserError(f"the question '{_beginning(doc)}' has no reference answer: its {name} is {value!r}", MEND)
+    return str(value)
+
+
+def _beginning(doc: Doc) -> str:
+    """Enough of a question to find it."""
+    text = next((str(doc[name]) for name in ("question", "problem", "Problem", "Question") if doc.get(name)), "")
+    return textwrap.shorten(text, 80, placeholder=" ...")
 
 
 def _judged(found: Sequence[str], reference: str, same: Callable[[str, str], bool]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,8 @@ from halfbyte.eval.backend import sampling_of
 from halfbyte.eval.resolve import find_manager, load_task, quiet_lm_eval
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.errors import UserError, unknown_name
+
+logger = logging.getLogger(__name__)
 
 
 class Questions:
@@ -74,6 +77,20 @@ class Questions:
                 raise
             raise UserError(f"task '{self.spec.task}' has no question", "check its data set and --limit") from error
         return cast(dict[str, Any], results)
+
+    def warn_of_a_missing_template(self, tokenizer: Any | None) -> None:
+        """Warns where a task is put as a user's turn and the model's chat template, which makes it one, is not applied.
+
+        Args:
+            tokenizer: The model's; None where there is none here.
+        """
+        chats = any((task.config.metadata or {}).get("asks_in_chat") for task in self.tasks.values())
+        if chats and not self.settings.apply_chat_template and getattr(tokenizer, "chat_template", None):
+            logger.warning(
+                "%s is asked as a user asks, and the model's chat template is not applied: its score will not be the "
+                "one that chat models are known by; add --apply-chat-template (evaluate.apply_chat_template)",
+                self.spec.task,
+            )
 
     def requests(self, lm: LM) -> list[Instance]:
         """The requests that `ask` would put to an LM, in its order and without repetitions; nothing is answered.

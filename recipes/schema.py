@@ -166,6 +166,19 @@ class ServerSpec(Strict):
     retries: int = Field(default=4, ge=0)
     """Further tries after a lost connection and the statuses 429 and 5xx, with growing pauses."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_passwords(cls, given: Any) -> Any:
+        """A recipe is copied into records: no address in it may hold a password. The message does not repeat it."""
+        for name in ("base_url", "candidate_url"):
+            address = given.get(name) if isinstance(given, dict) else None
+            host = (address.partition("://")[2] or address).partition("/")[0] if isinstance(address, str) else ""
+            if "@" in host:
+                raise ValueError(
+                    f"{name} holds a user or password; put the key into the variable that api_key_env names"
+                )
+        return given
+
 
 class EvaluateSpec(Strict):
     """What both sides are measured on."""

@@ -15,7 +15,7 @@ from killed import evaluate, write_tiny_tasks
 
 from halfbyte.main import main
 from halfbyte.records.noise import load_noise
-from halfbyte.records.record import load_record, read_samples
+from halfbyte.records.record import load_record, read_samples, verify_content
 from halfbyte.sides import ASIDE, bring_forward, identify
 
 HEAVY = ("torch", "transformers", "lm_eval", "datasets", "modelopt", "scipy")
@@ -193,6 +193,7 @@ def test_prompts_and_answers_are_shown_before_and_after_an_evaluation(
     assert tiny("--show", 2, "--apply-chat-template") == 0
     after = capsys.readouterr().out
     assert after.splitlines()[1:4] == before.splitlines()[1:4]
+    assert "(of 24)" in before
     assert "(of 24)" in after
 
 
@@ -206,6 +207,23 @@ def test_a_damaged_record_is_neither_shown_nor_deleted(
     assert tiny("--show", 1, "--output", "out") == 2
     assert "has changed since it was written" in capsys.readouterr().err
     assert samples.is_file()
+
+
+def test_a_damaged_record_in_the_output_is_computed_again(
+    tiny: Eval, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tiny("--output", "out") == 0
+    record = load_record(Path("out/tiny_choice"))
+    (samples,) = Path("out/tiny_choice").glob("samples_*.jsonl")
+    for cached in (True, False):
+        samples.write_text("{}", encoding="utf-8")
+        if not cached:
+            shutil.rmtree(cache)
+        caplog.clear()
+        assert tiny("--output", "out") == 0
+        assert caplog.text.count(f"{samples} has changed since it was written; evaluating again") == 1
+        assert verify_content(Path("out/tiny_choice")).metrics == record.metrics
+        (samples,) = Path("out/tiny_choice").glob("samples_*.jsonl")
 
 
 def test_what_is_shown_says_what_was_cut(tiny: Eval, capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,6 +217,8 @@ def test_a_server_with_another_model_of_this_machine_is_refused(
         (["evaluate.backend=server"], "backend server and a server block belong together"),
         (["evaluate.server.base_url=http://x/v1"], "backend server and a server block belong together"),
         (["evaluate.backend=server", "evaluate.server.base_url=localhost:8000"], "base_url"),
+        (["evaluate.backend=server", "evaluate.server.base_url=http://me:secret@x/v1"], "holds a user or password"),
+        (["evaluate.backend=server", "evaluate.server.base_url=me:secret@x/v1"], "holds a user or password"),
         (["evaluate.backend=server", "evaluate.server.url=http://x/v1"], "unknown field 'evaluate.server.url'"),
         (["evaluate.vllm.seed=1"], "arguments of vllm belong to backend vllm"),
         (["evaluate.backend=server", "evaluate.server={base_url: http://x/v1, api: chat}"], "set apply_chat_template"),
@@ -229,3 +231,4 @@ def test_a_backend_that_is_not_wholly_named_is_one_line(
     message = capsys.readouterr().err
     assert reason in message
     assert "Traceback" not in message
+    assert "secret" not in message

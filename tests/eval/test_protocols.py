@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import random
@@ -18,7 +19,9 @@ from lm_eval.api.model import LM
 
 from halfbyte.eval import protocols
 from halfbyte.eval.answers import NO_ANSWER
+from halfbyte.eval.questions import Questions
 from halfbyte.eval.resolve import TASKS, load_task, quiet_lm_eval, task_manager
+from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.errors import UserError
 
 REASONING = {"aime_2024": 64, "aime_2025": 64, "math_500": 4, "gpqa_diamond": 16}
@@ -220,6 +223,49 @@ def test_no_answer_at_all_wins_no_vote() -> None:
     tie = protocols.judge_letter({"answer": "A"}, [["B", "A", NO_ANSWER]])
     assert tie["maj@k"] == 0.0  # the first answer wins a tie
     assert protocols.judge_letter({"answer": "A"}, [["A", "B", NO_ANSWER]])["maj@k"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("judge", "doc", "said"),
+    [
+        (protocols.judge_gsm8k, {"question": "How many eggs?", "answer": None}, "its answer is None"),
+        (protocols.judge_gsm8k, {"question": "How many eggs?", "answer": "Many."}, "has no answer behind ####"),
+        (protocols.judge_mathematical, {"problem": "How many eggs?", "answer": " "}, "its answer is ' '"),
+        (protocols.judge_mathematical, {"Problem": "How many eggs?", "Answer": None}, "its Answer is None"),
+    ],
+)
+def test_a_question_without_a_reference_answer_is_named(judge: Any, doc: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=r"question 'How many eggs\?'") as caught:
+        judge(doc, [["7"]])
+    assert said in caught.value.message
+
+
+def test_a_chat_task_warns_where_the_models_template_is_not_applied(
+    maths: Path, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = copy.deepcopy(tiny_tokenizer)
+    plain.chat_template = None
+    for task, applied, tokenizer, warns in (
+        ("math_500", False, tiny_tokenizer, True),
+        ("math_500", True, tiny_tokenizer, False),
+        ("math_500", False, plain, False),
+        ("math_500", False, None, False),
+        ("smoke", False, tiny_tokenizer, False),
+    ):
+        caplog.clear()
+        spec = TaskSpec(task=task)
+        Questions(spec, EvaluateSpec(tasks=[spec], apply_chat_template=applied), maths).warn_of_a_missing_template(
+            tokenizer
+        )
+        assert ("chat template is not applied" in caplog.text) == warns
+
+
+def test_the_tasks_that_ask_in_chat_say_so() -> None:
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    read = {name: load_yaml(TASKS / f"{name}.yaml", resolve_func=False) for name in _files()}
+    found = {name for name, content in read.items() if content.get("metadata", {}).get("asks_in_chat")}
+    assert found == {*REASONING, "gsm8k_boxed", "humaneval_chat", "mbpp_chat"}
 
 
 def _files() -> dict[str, str]:
