@@ -142,11 +142,12 @@ class Policy(BaseModel):
 def shipped_policies() -> dict[str, str]:
     """The YAML text of each policy that comes with halfbyte, by name."""
     folder = files("halfbyte.reports").joinpath("policies")
-    return {
+    found = {
         entry.name.removesuffix(".yaml"): entry.read_text(encoding="utf-8")
-        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
+        for entry in folder.iterdir()
         if entry.name.endswith(".yaml")
     }
+    return dict(sorted(found.items()))
 
 
 def load_policy(name: str) -> Policy:

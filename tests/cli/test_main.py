@@ -9,6 +9,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -186,6 +187,23 @@ def test_recipes_lists_prints_and_resolves(capsys: pytest.CaptureFixture[str]) -
     assert "seed: 7" in capsys.readouterr().out
     assert main(["recipes", "demo-nvfp4", "--set", "evaluate.seed=7", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["evaluate"]["seed"] == 7
+
+
+def test_policies_lists_and_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["policies"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == sorted(line.split()[0] for line in listed)
+    assert next(line for line in listed if line.startswith("release ")).endswith("question by question at 95%.")
+    assert main(["policies", "--json"]) == 0
+    assert {"name", "description"} == set(json.loads(capsys.readouterr().out)[0])
+    assert main(["policies", "release"]) == 0
+    shown = capsys.readouterr().out
+    assert "margin: 0.01 " in shown
+    (tmp_path / "mine.yaml").write_text(shown, encoding="utf-8")
+    assert main(["policies", str(tmp_path / "mine.yaml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["margin"] == 0.01
+    assert main(["policies", "relaese"]) == 2
+    assert "did you mean 'release'?" in capsys.readouterr().err
 
 
 def test_recipes_refuses_overrides_without_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.records.errors import UserError, disk_full_is_a_user_error
+from halfbyte.records.errors import UserError, disk_full_is_a_user_error, unknown_name
 from halfbyte.records.files import write_text
 
 
@@ -39,3 +39,23 @@ def test_a_cache_that_cannot_be_written_says_how_to_name_another(cache: Path) ->
             raise error
         assert "$HALFBYTE_CACHE" in str(caught.value.hint)
         assert "--output" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ("NVFP4-AWQ", "nvfp4_awq_lite"),
+        ("nvfp4 defualt", "NVFP4_DEFAULT_CFG"),
+        ("fp4", "nvfp4"),
+        ("quantize to lite", "nvfp4_awq_lite"),
+    ],
+)
+def test_the_nearest_name_comes_first_whatever_its_case_and_dashes(given: str, near: str) -> None:
+    known = ["NVFP4_DEFAULT_CFG", "W4A8_AWQ_BETA_CFG", "fp8", "nvfp4", "nvfp4_awq_lite"]
+    hint = unknown_name("preset", given, known).hint
+    assert hint is not None
+    assert hint.startswith(f"did you mean '{near}'? known: ")
+
+
+def test_nothing_is_suggested_for_a_name_that_is_like_none() -> None:
+    assert unknown_name("preset", "xyz", ["fp8", "nvfp4"]).hint == "known: fp8, nvfp4"

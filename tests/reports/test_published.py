@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from record_factory import flipped, model, write_record
+from record_factory import flipped, model, write_record, write_run, write_training
 
 from halfbyte.main import main
 from halfbyte.records.errors import UserError
 from halfbyte.reports.compare import compare
+from halfbyte.reports.evidence import compare_folders
 from halfbyte.reports.published import NOT_AT_HAND, Published, beside, published_rows, published_table, published_tables
 from halfbyte.reports.write import write_reports
 
@@ -59,6 +60,45 @@ def test_our_figures_stand_beside_those_of_the_same_format_and_benchmark(records
     assert (ours.value, ours.ours, ours.difference) == pytest.approx((90.7, 89.0, -1.7))
     assert cells["FP8", "GSM8K"].ours == pytest.approx(90.0)
     assert cells["FP8", "AIME_2024"].ours is None
+
+
+@pytest.mark.parametrize("method", ["ptq", "qat", "qad"])
+def test_ours_stands_beside_the_row_of_its_own_method_alone(method: str, tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    of = model("NVFP4", method)
+    values = flipped(198, 120, 4, 1)
+    run = write_run(tmp_path / method, values[1], of=of, baseline_values=values[0], task="gpqa_diamond")
+    if method != "ptq":
+        write_training(run.training, "qat" if method == "qat" else "qad")
+    found = compare_folders(run.evaluations(model().digest), run.evaluations(of.digest), None, "qad_nano9b")
+    (table,) = found.published
+    assert {cell.row for cell in table.cells if cell.ours is not None} == {"BF16", f"NVFP4_{method.upper()}"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "rows"),
+    [("nvfp4_default", {"NVFP4_RTN"}), ("nvfp4_awq_lite", set()), ("general/ptq/nvfp4_gptq", {"NVFP4_GPTQ"})],
+)
+def test_a_row_of_another_algorithm_is_not_ours(preset: str, rows: set[str], tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    values, before, of = flipped(1000, 900, 4, 1), model("float16"), model("NVFP4")
+    run = write_run(
+        tmp_path / "run", values[1], of=of, baseline=before, baseline_values=values[0], preset=preset, task="hellaswag"
+    )
+    found = compare_folders(run.evaluations(before.digest), run.evaluations(of.digest), None, "mrgptq_llama31_8b")
+    assert {cell.row for cell in found.published[0].cells if cell.ours is not None} == {"FP16"} | rows
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("meta-llama/Llama-3.3-70B-Instruct", {"Llama-3.3-70B BF16", "Llama-3.3-70B FP4"}),
+        ("models/Llama-3.1-8B", set()),
+    ],
+)
+def test_a_row_of_another_model_is_not_ours(name: str, rows: set[str], tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    for side, of in (("b", model(name=name)), ("c", model("NVFP4"))):
+        write_record(tmp_path / side, [1.0, 0.0] * 50, task="mmlu", of=of)
+    table = beside(published_table("blog1_table2_llama"), compare(tmp_path / "b", tmp_path / "c"))
+    assert {cell.row for cell in table.cells if cell.ours is not None} == rows
 
 
 def test_a_task_of_a_similar_name_is_not_the_benchmark(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001

@@ -289,3 +289,25 @@ def test_each_cell_of_the_losses_and_each_figure_of_the_plot_is_that_of_its_task
 def _cells(row: str) -> list[str]:
     cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, flags=re.DOTALL)
     return [re.sub(r"<[^>]*>", "", cell).strip().replace("&lt;", "<") for cell in cells]
+
+
+def test_peak_memory_stands_beside_size_and_speed_and_says_what_it_is_of(tmp_path: Path) -> None:
+    sizes: dict[str, int] = {"bfloat16": 1_310_000_000, "FP8": 1_250_000_000}
+    for format, size in sizes.items():
+        for task in ("one", "two"):
+            write_record(
+                tmp_path / format / task, [1.0, 0.0] * 50, task=task, format=format,
+                memory=(size - (task == "one") * 100_000_000, "process"),
+            )  # fmt: skip
+    write_record(tmp_path / "NVFP4" / "one", [1.0, 0.0] * 50, task="one", format="NVFP4", memory=(2 * 10**9, "cuda"))
+    write_record(tmp_path / "NVFP4" / "two", [1.0, 0.0] * 50, task="two", format="NVFP4")
+    found = [compare(tmp_path / "bfloat16", tmp_path / format) for format in ("FP8", "NVFP4")]
+    costs = found[0].costs["baseline"], found[0].costs["candidate"], found[1].costs["candidate"]
+    assert [cost.memory_bytes for cost in costs] == [1_310_000_000, 1_250_000_000, None]
+    for text in (render_html(found), render_markdown(found)):
+        assert "1.31 GB" in text
+        assert "1.25 GB" in text
+        assert "2.00 GB" not in text
+        assert "Peak memory is the largest resident size of the process, on a CPU." in text
+    mixed = compare(tmp_path / "bfloat16" / "one", tmp_path / "NVFP4" / "one")
+    assert "of NVFP4 the most that CUDA&#39;s allocator gave out: not to be compared" in render_html([mixed])

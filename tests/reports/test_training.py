@@ -1,0 +1,176 @@
+"""Claims about training in reports: curves, what stopped it, rows PTQ, QAT and QAD, and where it won or harmed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+from record_factory import flipped, model, write_run, write_training
+
+from halfbyte.main import main
+from halfbyte.records.errors import UserError
+from halfbyte.records.record import ModelSummary
+from halfbyte.records.training import CURVES_FILE, OverlapFound
+from halfbyte.reports.comparison import Comparison, load_comparisons
+from halfbyte.reports.evidence import compare_folders, run_folders
+from halfbyte.reports.html import render_html
+from halfbyte.reports.methods import comparison_file, with_gains
+from halfbyte.reports.policy import load_policy
+from halfbyte.reports.text import render_text
+from halfbyte.reports.training import read_training
+
+BASELINE = flipped(2000, 1200, 0, 0)[0]
+
+
+def summary(name: str) -> ModelSummary:
+    return model("NVFP4", name)
+
+
+def scores(lost: int, gained: int = 0) -> list[float]:
+    return flipped(2000, 1200, lost, gained)[1]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, cache: Path) -> list[Path]:  # noqa: ARG001
+    """PTQ, QAT and three seeds of QAD: QAT harms, QAD wins most of the loss back."""
+    made = {"ptq": scores(200), "qat": scores(320), "qad-1": scores(60), "qad-2": scores(70), "qad-3": scores(80)}
+    for name, values in made.items():
+        run = write_run(tmp_path / name, values, of=summary(name), baseline_values=BASELINE, task="mmlu")
+        if name == "qat":
+            write_training(run.training, "qat", stopped="patience", overlap=OverlapFound(questions=2000, found=3))
+        elif name != "ptq":
+            write_training(run.training, "qad", seed=int(name[-1]), overlap=OverlapFound(questions=2000, found=0))
+    return [tmp_path / name for name in made]
+
+
+def reported(runs: list[Path], policy: str | None = None) -> list[Comparison]:
+    from halfbyte.records.run import RunFolder
+
+    sides = [run_folders(RunFolder(run)) for run in runs]
+    rules = None if policy is None else load_policy(policy)
+    return with_gains([compare_folders(*side, rules) for side in sides], [after for _, after in sides])
+
+
+def test_the_table_has_a_row_a_method_with_the_mean_and_spread_of_its_seeds(runs: list[Path]) -> None:
+    found = reported([runs[4], runs[1], runs[0], runs[3], runs[2]])
+    lines = render_text(found).split("\n\n")[0].splitlines()
+    assert [line.split("  ")[0] for line in lines[2:]] == [
+        "BF16 (baseline)", "NVFP4 PTQ", "NVFP4 QAT", "NVFP4 QAD, 3 seeds",
+    ]  # fmt: skip
+    values = [1140 / 2000, 1130 / 2000, 1120 / 2000]
+    assert f"{fmean(values):.4f} ± {stdev(values):.4f}" in lines[-1]
+    behind = render_text(found).split("\n\n")[1].splitlines()
+    assert [line.split("  ")[0] for line in behind[3:]] == [f"NVFP4 QAD, seed {i}" for i in (1, 2, 3)]
+    summaries = comparison_file(found).methods
+    assert [(one.method, one.seeds) for one in summaries] == [("ptq", []), ("qat", [1]), ("qad", [1, 2, 3])]
+    assert summaries[2].scores[0].values == pytest.approx(values)
+    assert summaries[2].scores[0].deviation == pytest.approx(stdev(values))
+    assert summaries[1].scores[0].deviation is None
+
+
+def test_json_markdown_and_html_agree_on_training(runs: list[Path], tmp_path: Path) -> None:
+    folders = [str(runs[i]) for i in range(5)]
+    code = main(["report", *folders, "--output", str(tmp_path / "out")])
+    assert code == 1
+    out = tmp_path / "out"
+    content = json.loads((out / "comparison.json").read_text(encoding="utf-8"))
+    html, markdown = ((out / name).read_text(encoding="utf-8") for name in ("report.html", "report.md"))
+    qad = content["comparisons"][2]
+    assert qad["training"]["record"]["best_step"] == 30
+    assert [len(qad["training"][curve]) for curve in ("steps", "validations")] == [40, 5]
+    score = content["methods"][2]["scores"][0]
+    cell = f"{score['mean']:.4f} ± {score['deviation']:.4f}"
+    line = "validation loss 3.5000 (PTQ) to 3.2000, KL divergence 0.4000 to 0.2500 nats a token"
+    gain = qad["gains"][0]
+    assert (gain["says"], gain["gain"]) == ("better", pytest.approx(0.07))
+    for text in (html, markdown):
+        assert cell in text
+        assert line in text
+        assert "3 of 2,000 evaluation questions overlap with its texts" in text
+        assert f"{gain['interval']['low']:.4f} to {gain['interval']['high']:.4f}" in text
+    assert load_comparisons(out) == load_comparisons(out)
+    assert content["verdict"] == "fail"
+    assert content["sentence"].startswith("NVFP4 lost")
+    assert [one["verdict"]["candidate"] for one in content["comparisons"]][:3] == ["NVFP4", "NVFP4 QAT", "NVFP4 QAD"]
+
+
+def test_the_curves_are_drawn_with_what_they_are_of(runs: list[Path]) -> None:
+    html = render_html(reported(runs[:3]))
+    figures = re.findall(r'<figure aria-label="(Training of [^"]*)">(.*?)</figure>', html, flags=re.DOTALL)
+    assert [label for label, _ in figures] == ["Training of NVFP4 QAT", "Training of NVFP4 QAD"]
+    words = [set(re.findall(r"<text[^>]*>([^<]*)</text>", drawing)) for _, drawing in figures]
+    assert {"loss, nats a token", "training", "validation", "PTQ", "exported", "step"} <= words[0]
+    assert "KL divergence from the teacher, nats a token" not in words[0]
+    assert "KL divergence from the teacher, nats a token" in words[1]
+    assert "nan" not in html.lower().split("<figure")[1]
+
+
+def test_where_training_won_or_harmed_is_said_with_intervals(runs: list[Path]) -> None:
+    text = " ".join(render_text(reported(runs[:3])).split())
+    assert "NVFP4 QAT: training made it worse than PTQ beyond chance" in text
+    assert "NVFP4 QAD: training made it better than PTQ beyond chance" in text
+    assert "mmlu (-0.0600 acc, interval -0.0" in text
+    assert "NVFP4 QAT: 3 of 2,000 evaluation questions share a run of words with the training texts" in text
+
+
+def test_training_that_changes_nothing_beyond_chance_claims_nothing(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    for name, values in (("ptq", scores(200)), ("qad", scores(196))):
+        run = write_run(tmp_path / name, values, of=summary(name), baseline_values=BASELINE, task="mmlu")
+    write_training(run.training)
+    found = reported([tmp_path / "ptq", tmp_path / "qad"])
+    assert [gain.says for gain in found[1].gains] == ["no difference shown"]
+    assert found[0].gains == []
+    assert "beyond chance, at 5%" not in render_text(found)
+
+
+def test_training_that_made_nothing_better_exports_ptq_and_is_no_second_candidate(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    for name in ("ptq", "qat"):
+        run = write_run(tmp_path / name, scores(200), of=summary("same"), baseline_values=BASELINE, task="mmlu")
+    write_training(run.training, "qat", best_step=0, stopped="diverged: the loss was no number at step 12")
+    found = reported([tmp_path / "ptq", tmp_path / "qat"])
+    text = " ".join(render_text(found).split())
+    assert "training made nothing better by its validation, so that what is exported is PTQ" in text
+    assert "training diverged: the loss was no number at step 12" in text
+    assert [one.says for one in found[1].gains] == ["no difference shown"]
+
+
+def test_records_of_the_baseline_in_a_run_are_of_no_training(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    run = write_run(tmp_path / "qad", scores(10), of=summary("qad"), baseline_values=BASELINE, task="mmlu")
+    write_training(run.training)
+    before = run.evaluations(model().digest)
+    assert compare_folders(before, run.evaluations(summary("qad").digest), None).training is not None
+    assert compare_folders(before, before, None).training is None
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_ends(tmp_path: Path) -> None:
+    write_training(tmp_path, steps=5000, best_step=4000)
+    found = read_training(tmp_path)
+    assert found is not None
+    steps = [row.step for row in found.steps]
+    assert (steps[0], steps[-1]) == (1, 5000)
+    assert len(steps) <= 401
+    assert len(found.validations) == 501
+
+
+def test_training_without_its_curves_is_refused_and_none_is_none(tmp_path: Path) -> None:
+    assert read_training(tmp_path) is None
+    write_training(tmp_path)
+    (tmp_path / CURVES_FILE).unlink()
+    with pytest.raises(UserError, match=r"curves\.jsonl is missing"):
+        read_training(tmp_path)
+
+
+def test_the_compare_command_finds_the_trainings_of_its_candidates(
+    runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("ptq", "qat", "qad-1")
+    folders = [str(run / "evaluations" / summary(name).digest[:16]) for run, name in zip(runs[:3], names, strict=True)]
+    assert main(["compare", str(runs[0] / "evaluations" / model().digest[:16]), *folders, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert [one["method"] for one in found["methods"]] == ["ptq", "qat", "qad"]
+    assert [len(one["gains"]) for one in found["comparisons"]] == [0, 1, 1]
+    assert found["verdict"] is None
