@@ -117,6 +117,7 @@ class Side:
         self._opener, self._describer, self._candidate = opener, describer, candidate
         self._loaded: Loaded | None = None
         self._backend: Backend | None = None
+        self._served: str | None = None
 
     def loaded(self) -> Loaded:
         """The model, loaded at the first call.
@@ -142,7 +143,16 @@ class Side:
     def key(self, spec: TaskSpec, settings: EvaluateSpec, repeat: int = 0) -> str:
         """See eval.evaluate.settings_key."""
         device, dtype = self._where(settings)
-        return settings_key(spec, settings, self.digest, device=device, dtype=dtype, repeat=repeat)
+        served = self._server(settings)
+        return settings_key(spec, settings, self.digest, device=device, dtype=dtype, repeat=repeat, served=served)
+
+    def _server(self, settings: EvaluateSpec) -> str | None:
+        """What the server says of itself, asked once; None where none is asked."""
+        if settings.server is not None and self._served is None:
+            from halfbyte.eval.served import served_by
+
+            self._served = served_by(settings, candidate=self._candidate)
+        return self._served
 
     def _where(self, settings: EvaluateSpec) -> tuple[str, str]:
         """Device and type as far as they are chosen here."""
@@ -168,6 +178,7 @@ class Side:
                 dtype=dtype,
                 replace=True,
                 repeat=repeat,
+                served=self._server(settings),
             )
         model = self.loaded()
         return evaluate_task(
@@ -186,7 +197,10 @@ class Side:
         from halfbyte.eval.opening import open_backend  # torch and lm-eval take seconds
 
         if self._backend is None:
-            self._backend = open_backend(settings, described, candidate=self._candidate)
+            self._backend = opened = open_backend(settings, described, candidate=self._candidate)
+            found = getattr(getattr(opened, "served", None), "name", None)
+            if found != self._server(settings):
+                raise UserError(f"the server was {self._server(settings)} and now is {found}", "run it again")
         return self._backend
 
 

@@ -54,6 +54,11 @@ class Served:
     listed: dict[str, Any] = field(repr=False)
     """Its entry in the list of models."""
 
+    @property
+    def name(self) -> str:
+        """All that tells it from others: a part of a record's key."""
+        return f"{self}: {self.model}"
+
     def __str__(self) -> str:
         return f"{self.kind} {self.version}" if self.version else self.kind
 

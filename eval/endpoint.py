@@ -42,6 +42,10 @@ class Refused(UserError):
         self.status = status
 
 
+class Unreachable(UserError):
+    """Nothing answers there, or not in time."""
+
+
 class _Bearer(AuthBase):
     """Sends the key, and nothing where there is none: without it requests would look for a password in ~/.netrc."""
 
@@ -149,12 +153,12 @@ class Endpoint:
         try:
             response = session.request(method, url, json=payload, timeout=(CONNECT_SECONDS, self.spec.timeout))
         except requests.ReadTimeout as error:
-            raise UserError(
+            raise Unreachable(
                 f"{url} gave no answer within {self.spec.timeout:g} seconds",
                 f"raise evaluate.server.timeout or lower evaluate.server.concurrency; {GO_ON}",
             ) from error
         except requests.ConnectionError as error:
-            raise UserError(
+            raise Unreachable(
                 f"no server answers at {url}: {_reason(error)}",
                 f"start it, or correct evaluate.server.base_url; {GO_ON}",
             ) from error

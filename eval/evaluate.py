@@ -34,7 +34,14 @@ TASKS = Path(__file__).resolve().parent / "tasks"
 
 
 def settings_key(
-    spec: TaskSpec, settings: EvaluateSpec, model_digest: str, *, device: str, dtype: str, repeat: int = 0
+    spec: TaskSpec,
+    settings: EvaluateSpec,
+    model_digest: str,
+    *,
+    device: str,
+    dtype: str,
+    repeat: int = 0,
+    served: str | None = None,
 ) -> str:
     """What decides a record: the task, the settings, the model, and the packages that compute it. No torch needed.
 
@@ -46,11 +53,12 @@ def settings_key(
         device: Kind of device: cpu, cuda.
         dtype: Type to compute in, as resolved: bfloat16, float16, float32.
         repeat: See evaluate_task.
+        served: See evaluate_backend.
     """
     without_effect = {"tasks", "fidelity", "canary", "dtype", "weights", "allow_truncated"}
     shared = settings.model_dump(mode="json", exclude=without_effect)
     if settings.server is not None:
-        shared["server"] = settings.server.api  # the same model is asked the same, wherever it is served
+        shared["server"] = settings.server.api, served  # the same engine answers the same, wherever it runs
     packages = {name: version(name) for name in ("halfbyte", "lm-eval", "transformers", "torch", "nvidia-modelopt")}
     if settings.backend == "vllm":
         packages["vllm"] = _version("vllm")
@@ -161,6 +169,7 @@ def evaluate_backend(
     dtype: str,
     replace: bool = False,
     repeat: int = 0,
+    served: str | None = None,
 ) -> EvaluationRecord:
     """Evaluates on a task; returns the record `output` holds already where it is of the same settings.
 
@@ -178,12 +187,13 @@ def evaluate_backend(
         replace: Evaluate again where `output` holds a record of other settings or another model, and replace it.
         repeat: 1 for the second evaluation of a baseline: the same questions and prompts in other batches, with other
             seeds for samples that are drawn.
+        served: See served.served_by; None where no server answers.
 
     Raises:
         UserError: for an unknown task or metric, data that is not to be had, settings that have no effect on the
             task, nothing to evaluate, prompts that do not fit, and an `output` that holds another record.
     """
-    key = settings_key(spec, settings, summary.digest, device=device, dtype=dtype, repeat=repeat)
+    key = settings_key(spec, settings, summary.digest, device=device, dtype=dtype, repeat=repeat, served=served)
     root = find_root(data_root)
     done = finished_record(output, key, settings, root, replace=replace)
     if done is not None:
@@ -191,7 +201,7 @@ def evaluate_backend(
     with _resumable_folder(output) as partial:
         from halfbyte.eval.recording import record_of  # lm-eval takes seconds
 
-        record = record_of(backend(), spec, settings, summary, partial, root, key=key, repeat=repeat)
+        record = record_of(backend(), spec, settings, summary, partial, root, key=key, repeat=repeat, served=served)
         record.save(partial)
     return record
 

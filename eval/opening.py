@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfbyte.eval.served import endpoint_of
 from halfbyte.quant.load import Described
-from halfbyte.recipes.schema import EvaluateSpec, ServerSpec
+from halfbyte.recipes.schema import EvaluateSpec
 from halfbyte.records.digests import model_digest
 from halfbyte.records.errors import UserError
 
@@ -55,7 +56,7 @@ def open_backend(
         return open_vllm(source.folder, tokenizer, settings, penalty=described.penalty)
     from halfbyte.eval.server import open_server
 
-    spec = _endpoint(settings.server) if candidate else settings.server
+    spec = endpoint_of(settings.server, candidate=candidate)
     backend = open_server(spec, tokenizer, max_length=settings.max_length, penalty=described.penalty)
     place = Path(backend.served.path or "")
     if backend.served.path and place.is_absolute() and place.exists():
@@ -67,13 +68,3 @@ def open_backend(
                 f"serve {ours}, or correct evaluate.server.base_url",
             )
     return backend
-
-
-def _endpoint(spec: ServerSpec) -> ServerSpec:
-    other = spec.candidate_url is not None
-    return spec.model_copy(
-        update={
-            "base_url": spec.candidate_url or spec.base_url,
-            "model": spec.candidate_model or (None if other else spec.model),
-        }
-    )

@@ -32,6 +32,7 @@ def record_of(
     *,
     key: str,
     repeat: int = 0,
+    served: str | None = None,
 ) -> EvaluationRecord:
     """The record of one evaluation, whose other files are written into `folder`; it is still to be saved.
 
@@ -44,6 +45,7 @@ def record_of(
         root: The data root.
         key: See evaluate.settings_key.
         repeat: See evaluate.evaluate_backend.
+        served: See evaluate.evaluate_backend.
 
     Raises:
         UserError: see evaluate.evaluate_backend.
@@ -94,6 +96,7 @@ def record_of(
         speed=_speed(lm),
         memory_bytes=memory,
         memory_kind=None if memory is None else peak.kind,
+        served=served,
         repeat=repeat,
         data=data_digests(used, root),
     )

@@ -21,15 +21,17 @@ from halfbyte.records.record import load_record
 logger = logging.getLogger(__name__)
 
 EVALUATIONS = "evaluations"
+SERVERS = "servers"
 KINDS = {
     EVALUATIONS: "evaluation",
     "canary": "canary",
     "datasets": "data set",
     "tasks": "index of tasks",
+    SERVERS: "names of servers",
     "digests": "digests of files",
 }
-"""What the folders in the cache hold. Of the last two only the whole is worth a line."""
-_WHOLE = ("tasks", "digests")
+"""What the folders in the cache hold. Of the last three only the whole is worth a line."""
+_WHOLE = ("tasks", SERVERS, "digests")
 _PRUNED = ".pruned"
 
 

@@ -205,6 +205,8 @@ class EvaluationRecord(_Strict):
     where nothing was computed in this process, and in older records."""
     memory_kind: MemoryKind | None = None
     """What memory_bytes is of."""
+    served: str | None = None
+    """What a server said of itself: engine, version and the name of the model; None where none was asked."""
     repeat: int = 0
     """0; 1 for the second evaluation of a baseline, which asks the same in other batches and with other seeds."""
     data: dict[str, str] = Field(default_factory=dict)

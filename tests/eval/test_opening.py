@@ -23,6 +23,7 @@ from halfbyte.records.errors import UserError
 from halfbyte.records.record import EvaluationRecord, load_record, read_samples
 from halfbyte.reports.pairing import pair
 
+ENGINES = ("vllm", "sglang", "vllm")
 TASKS = "tiny_choice,tiny_generate,tiny_rolling"
 
 
@@ -127,6 +128,30 @@ def test_answers_of_two_engines_do_not_meet_in_one_record(cut: Any) -> None:
     assert still == asked
 
 
+@pytest.mark.usefixtures("tiny_tasks", "cache")
+def test_a_cached_baseline_is_that_of_the_engine_which_answered(
+    tiny_llama: Any, tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    brain = Brain(tiny_llama, tiny_tokenizer)
+
+    def evaluate(server: Server, name: str) -> int:
+        assert _eval(tiny_model_folder, tmp_path / name, *_on(server), tasks="tiny_generate") == 0
+        return _completions(server)
+
+    def served(name: str) -> str | None:
+        return load_record(tmp_path / name / "tiny_generate").served
+
+    with serving(brain) as one, serving(brain, Faults(owner="sglang")) as other, serving(brain) as same:
+        asked = evaluate(one, "one")
+        assert evaluate(other, "other") == asked
+        assert evaluate(same, "same") == 0, "the first engine's record was there"
+        assert evaluate(one, "again") == asked
+    assert [served(name) for name in ("one", "other", "same")] == [f"{name} 9.9: tiny" for name in ENGINES]
+    evaluate(one, "down")  # the server is gone, and the record is there
+    never_up = Server("http://127.0.0.1:9", Faults())
+    assert _eval(tiny_model_folder, tmp_path / "none", *_on(never_up), tasks="tiny_generate") == 2
+
+
 def _completions(server: Server) -> int:
     return sum(path == "/v1/completions" for path, _ in server.asked)
 
@@ -163,7 +188,7 @@ def test_where_a_model_is_served_is_no_part_of_a_records_key() -> None:
         ServerSpec(base_url="http://b:2/v1", model="x", concurrency=3, timeout=5, retries=0, api_key_env="KEY"),
     ):
         settings = EvaluateSpec(backend="server", server=server, tasks=[spec])
-        keys.add(settings_key(spec, settings, "0", device="server", dtype="server"))
+        keys.add(settings_key(spec, settings, "0", device="server", dtype="server", served="vllm 9.9: x"))
     assert len(keys) == 1
     settings = EvaluateSpec(
         backend="server",
@@ -171,7 +196,7 @@ def test_where_a_model_is_served_is_no_part_of_a_records_key() -> None:
         apply_chat_template=True,
         tasks=[spec],
     )
-    assert settings_key(spec, settings, "0", device="server", dtype="server") not in keys
+    assert settings_key(spec, settings, "0", device="server", dtype="server", served="vllm 9.9: x") not in keys
 
 
 def test_a_run_needs_two_served_models() -> None:
