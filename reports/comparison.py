@@ -265,6 +265,8 @@ class MethodSummary(_Strict):
     """Nats a token; None unless all of them have it, as for the following."""
     top1_agreement: SeedFigure | None
     perplexity: SeedFigure | None
+    flips: SeedFigure
+    """Questions of all tasks that flipped against the baseline, lost and gained together."""
 
 
 class Cost(_Strict):

@@ -94,7 +94,8 @@ def worst(words: list[Word]) -> Word:
 
 
 def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
-    evaluated = list(dict.fromkeys(row.task for row in [*comparison.tasks, *comparison.set_metrics]))
+    tasks = [row.task for row in comparison.tasks]
+    evaluated = list(dict.fromkeys([*tasks, *(row.task for row in comparison.set_metrics)]))
     if comparison.same_model:
         raise UserError(
             f"both sides are one model ({comparison.candidate.name}, {comparison.candidate.digest[:12]}), which loses "

@@ -98,7 +98,13 @@ def _summary(row: list[Comparison]) -> MethodSummary:
         kl=distance(lambda one: one.kl),
         top1_agreement=distance(lambda one: one.top1_agreement),
         perplexity=distance(lambda one: one.candidate_perplexity),
+        flips=_figure([flips(one) for one in row]),
     )
+
+
+def flips(comparison: Comparison) -> float:
+    """Questions of all tasks on which the two sides differ."""
+    return float(sum(row.result.lost + row.result.gained for row in comparison.tasks))
 
 
 def _figure(values: list[float]) -> SeedFigure:

@@ -160,9 +160,7 @@ def _values(
             _refuse_no_number(line, metric, folder)
         row = np.array([line.value for line in lines], dtype=np.float64)
         rows.append(row)
-        if definition(metric, higher).of_set and not is_mean(
-            record, *record.primary, _means(lines, row), _MEAN_TOLERANCE
-        ):
+        if definition(metric, higher).of_set and not is_mean(record, _means(lines, row), _MEAN_TOLERANCE):
             means = False
     if not means:
         return None
@@ -207,7 +205,7 @@ def _primary(record: EvaluationRecord, folder: Path) -> tuple[str, str, bool]:
 
 
 def _bounds(
-    metric: str, higher: bool, values: list[Array], baseline: Path, candidate: Path
+    metric: str, higher: bool, values: tuple[Array, Array], baseline: Path, candidate: Path
 ) -> tuple[float, float] | None:
     bounds = definition(metric, higher).bounds
     if bounds is not None:

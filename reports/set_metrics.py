@@ -33,22 +33,18 @@ def has_values(lines: Collection[Line], metric: str, *, higher_is_better: bool) 
     return definition(metric, higher_is_better).bounds == SHARE
 
 
-def is_mean(
-    record: EvaluationRecord, metric: str, filter_name: str, means: Mapping[str, float], tolerance: float
-) -> bool:
-    """Whether the reported figure of each subtask is the mean of its questions.
+def is_mean(record: EvaluationRecord, means: Mapping[str, float], tolerance: float) -> bool:
+    """Whether the primary metric's figure of each subtask is the mean of its questions.
 
     Args:
         record: The record.
-        metric: Its metric.
-        filter_name: The filter.
         means: Of the values of each subtask's questions.
         tolerance: Of rounding, relative to the larger of the mean and 1.
     """
     return all(
         abs(means[one.subtask] - one.value) <= tolerance * max(1.0, abs(means[one.subtask]))
         for one in record.metrics
-        if (one.metric, one.filter) == (metric, filter_name) and one.subtask in means
+        if [one.metric, one.filter] == record.primary and one.subtask in means
     )
 
 

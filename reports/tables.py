@@ -10,7 +10,7 @@ from halfbyte.records.errors import UserError
 from halfbyte.records.record import ModelSummary
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, FidelityResult, Judgement, TaskResult, Word
-from halfbyte.reports.methods import grouped
+from halfbyte.reports.methods import flips, grouped
 
 MAX_TASK_COLUMNS = 6  # more do not fit beside each other on a laptop
 MAX_TASK_COLUMNS_BESIDE_FIDELITY = 4
@@ -105,7 +105,9 @@ def _models(title: str, comparisons: Sequence[Comparison], rows: list[list[Compa
     measured = next((one.fidelity for one in comparisons if one.fidelity), None)
     shown = columns if len(columns) <= (MAX_TASK_COLUMNS_BESIDE_FIDELITY if measured else MAX_TASK_COLUMNS) else []
     distance = ["KL (nats)", "top-1 agreement", "perplexity"] if measured else []
-    headers = ["model", *(f"{task} {metric}" for task, metric in shown), *distance, "size on disk", "bits/weight"]
+    flipped = any(one.training for one in comparisons) and any(one.tasks for one in comparisons)
+    headers = ["model", *(f"{task} {metric}" for task, metric in shown), *distance, *(["flips"] * flipped)]
+    headers += ["size on disk", "bits/weight"]
     first, others = labels(comparisons)
     names = {id(one): label for label, one in zip(others, comparisons, strict=True)}
     cells = []
@@ -113,9 +115,9 @@ def _models(title: str, comparisons: Sequence[Comparison], rows: list[list[Compa
         before = {key: pair[0] for one in scores for key, pair in one.items()}
         nothing = [figures.NONE, figures.NONE, figures.figure(measured.baseline_perplexity, 2)] if measured else []
         weight = _weight([comparisons[0].baseline])
-        cells.append(
-            [f"{first} (baseline)", *(figures.figure(before[key]) for key in shown), *nothing, *weight, "baseline"]
-        )
+        nothing += [figures.NONE] * flipped
+        known = [figures.figure(before[key]) for key in shown]
+        cells.append([f"{first} (baseline)", *known, *nothing, *weight, "baseline"])
     for row in rows:
         name = names[id(row[0])] if len(row) == 1 else f"{row[0].label}, {len(row)} seeds"
         after = [{key: pair[1] for key, pair in _scores_of(one).items()} for one in row]
@@ -124,6 +126,7 @@ def _models(title: str, comparisons: Sequence[Comparison], rows: list[list[Compa
                 name,
                 *(_spread([one.get(key) for one in after]) for key in shown),
                 *(_distance([one.fidelity for one in row]) if measured else []),
+                *([_flips(row)] * flipped),
                 *_weight([one.candidate for one in row]),
                 _words(row),
             ]
@@ -163,6 +166,11 @@ def _distance(found: Sequence[FidelityResult | None]) -> list[str]:
         f"{_spread(agreement, 1)}%",
         _spread([one.candidate_perplexity for one in known], 2),
     ]
+
+
+def _flips(row: Sequence[Comparison]) -> str:
+    found = [flips(one) for one in row]
+    return figures.count(round(found[0])) if len(found) == 1 else _spread(found, 1)
 
 
 def _words(row: Sequence[Comparison]) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from page_reader import page, written
 from record_factory import fidelity, flipped, model, write_record
 
 from halfbyte.records.errors import UserError
@@ -20,7 +19,6 @@ from halfbyte.reports.comparison import Comparison, load_comparisons
 from halfbyte.reports.html import render_html
 from halfbyte.reports.junit import junit
 from halfbyte.reports.policy import load_policy
-from halfbyte.reports.statistics import Interval
 from halfbyte.reports.text import render_markdown, render_text
 from halfbyte.reports.write import write_reports
 
@@ -50,57 +48,6 @@ def comparisons(records: Path) -> list[Comparison]:
         compare(records / "bfloat16", records / format, policy, fidelity(candidate=model(format)))
         for format in ("FP8", "NVFP4")
     ]
-
-
-class _Page(HTMLParser):
-    """Collects the tags, the attributes that reach out, and the text of the number cells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.numbers: list[str] = []
-        self._in_number = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "action", "xlink:href")]
-        self._in_number = tag == "td" and ("class", "num") in attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_number = self._in_number and tag != "td"
-
-    def handle_data(self, data: str) -> None:
-        if self._in_number and data.strip():
-            self.numbers.append(data.strip())
-
-
-def page(html: str) -> _Page:
-    found = _Page()
-    found.feed(html)
-    return found
-
-
-def written(value: Any) -> set[str]:
-    """Every way in which the reports may write the numbers of a JSON value."""
-    if isinstance(value, dict):
-        texts = set().union(*(written(one) for one in value.values())) if value else set()
-        if {"low", "high"} <= value.keys():
-            texts.add(figures.interval(Interval(**value)))
-        return texts
-    if isinstance(value, list):
-        return set().union(*(written(one) for one in value)) if value else set()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return set()
-    texts = {
-        figures.figure(value),
-        figures.figure(value, 1),
-        figures.figure(value, 2),
-        figures.percent(value),
-        figures.share(value),
-    }
-    texts.add(figures.p_value(value))
-    return texts | ({figures.count(value), figures.size(value)} if isinstance(value, int) else set())
 
 
 def test_every_number_in_the_html_tables_is_one_of_the_json(tmp_path: Path, comparisons: list[Comparison]) -> None:

@@ -9,12 +9,14 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+from page_reader import page, written
 from record_factory import flipped, model, write_run, write_training
 
 from halfbyte.main import main
 from halfbyte.records.errors import UserError
 from halfbyte.records.record import ModelSummary
 from halfbyte.records.training import CURVES_FILE, OverlapFound
+from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, load_comparisons
 from halfbyte.reports.evidence import compare_folders, run_folders
 from halfbyte.reports.html import render_html
@@ -96,6 +98,14 @@ def test_json_markdown_and_html_agree_on_training(runs: list[Path], tmp_path: Pa
     assert content["verdict"] == "fail"
     assert content["sentence"].startswith("NVFP4 lost")
     assert [one["verdict"]["candidate"] for one in content["comparisons"]][:3] == ["NVFP4", "NVFP4 QAT", "NVFP4 QAD"]
+
+
+def test_every_number_in_the_tables_of_a_page_with_trainings_is_one_of_the_json(runs: list[Path]) -> None:
+    found = reported(runs, "release")
+    known = written(comparison_file(found).model_dump(mode="json")) | {figures.NONE}
+    numbers = page(render_html(found)).numbers
+    assert len(numbers) > 100
+    assert [number for number in numbers if number not in known] == []
 
 
 def test_the_curves_are_drawn_with_what_they_are_of(runs: list[Path]) -> None:
