@@ -180,7 +180,7 @@ def nvfp4_static_fake_quantize(
     if x.numel() == 0:
         return x.clone()
     whole = amax.float().amax() if global_amax is None else global_amax.float().reshape(())
-    before, after = _fp8_kernel_scales(whole * (E4M3_MAX / largest_scale) / E2M1_MAX)
+    before, after = fp8_kernel_scales(whole * (E4M3_MAX / largest_scale) / E2M1_MAX)
     scale = e4m3_round(amax.float().reshape(-1, 1) / E2M1_MAX * before).to(x.device)
     scales = e4m3_table(x.device) * after.to(x.device)
     usable = torch.where(scales.isfinite() & (scales != 0), scales, 1.0)
@@ -230,7 +230,7 @@ def mxfp8_fake_quantize(x: Tensor) -> Tensor:
     return _by_block(lambda blocks: _mx_fake_blocks(blocks, E4M3_MAX), x, MX_BLOCK)
 
 
-def _fp8_kernel_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
+def fp8_kernel_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """What ModelOpt's FP8 kernels multiply with before and after rounding, float32."""
     amax = torch.where(amax <= _FP8_TINY_AMAX, 1.0, amax.float())
     # An amax of several dimensions goes to no kernel but to torch operations, which take the reciprocal first.
@@ -251,7 +251,7 @@ def fp8_fake_quantize(x: Tensor, amax: Tensor) -> Tensor:
     """
     if amax.dim() == 1 and amax.numel() > 1:
         amax = amax.reshape(-1, *[1] * (x.dim() - 1))
-    before, after = (scale.to(x.device) for scale in _fp8_kernel_scales(amax))
+    before, after = (scale.to(x.device) for scale in fp8_kernel_scales(amax))
 
     def values(x: Tensor) -> Tensor:
         return torch.copysign(round_to_e4m3_(x.abs().float().mul_(before)).mul_(after).to(x.dtype), x)

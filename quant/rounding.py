@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from halfbyte.quant.fake_quantize import fp8_kernel_scales
 from halfbyte.quant.numerics import (
     E4M3_MAX,
+    FP8,
     FP8_BLOCK,
     e2m1_round,
+    e4m3_round,
     fp8_dequantize,
-    fp8_quantize,
     mxfp4_dequantize,
     mxfp4_quantize,
     mxfp8_dequantize,
@@ -94,6 +96,21 @@ def _squares(scale: Tensor, shape: torch.Size) -> Tensor:
     return expanded[: shape[0], : shape[1]]
 
 
+def _fp8_rounded(x: Tensor, in_memory: Tensor, scale: Tensor) -> Tensor:
+    """x [n, in] with the codes that fake quantization gives it, as the values they stand for in the checkpoint.
+
+    Fake quantization multiplies by 448 / amax; dividing by the stored scale divides by amax / 448. Where amax has few
+    bits, as a weight's often has, one value in a hundred lies halfway between two codes, and the two ways take it to
+    different sides: enough to change one answer in twenty of a small model.
+
+    Args:
+        x: Weights.
+        in_memory: What fake quantization multiplies them with; broadcasts to x.
+        scale: What the checkpoint stores; broadcasts to x.
+    """
+    return fp8_dequantize(FP8(e4m3_round(x.float() * in_memory), scale), x.dtype)
+
+
 def _rounding(weight: Weight) -> Callable[[Tensor, slice], Tensor]:
     """What rounds some rows of a weight, given their values [n, in] and which rows of the weight they are.
 
@@ -112,19 +129,22 @@ def _rounding(weight: Weight) -> Callable[[Tensor, slice], Tensor]:
         return lambda x, rows: mxfp8_dequantize(mxfp8_quantize(x), x.dtype)  # noqa: ARG005
     if kind in ("mxfp4", "w4a8_mxfp4_fp8"):
         return lambda x, rows: mxfp4_dequantize(mxfp4_quantize(x), x.dtype)  # noqa: ARG005
+    if kind in ("fp8", "fp8_pc_pt", "fp8_pb_wo"):
+        in_memory = fp8_kernel_scales(weight.quantizer._amax)[0].to(weight.values.device)
     if kind == "fp8":
         # As the export computes it, where the amax is: CUDA multiplies by the reciprocal, a CPU divides.
         tensors = (weight.quantizer._amax.float() / E4M3_MAX).to(weight.values.device)
-        return lambda x, rows: fp8_dequantize(fp8_quantize(x, tensors), x.dtype)  # noqa: ARG005
+        return lambda x, rows: _fp8_rounded(x, in_memory, tensors)  # noqa: ARG005
     if kind == "fp8_pc_pt":
-        channels = get_weight_scaling_factor(layer).reshape(-1, 1)
-        return lambda x, rows: fp8_dequantize(fp8_quantize(x, channels[rows]), x.dtype)
+        channels, in_memory = get_weight_scaling_factor(layer).reshape(-1, 1), in_memory.reshape(-1, 1)
+        return lambda x, rows: _fp8_rounded(x, in_memory[rows], channels[rows])
     if kind == "fp8_pb_wo":
-        squares = get_weight_scaling_factor(layer).reshape([-(-side // FP8_BLOCK) for side in weight.values.shape])
+        sides = [-(-side // FP8_BLOCK) for side in weight.values.shape]
+        squares, in_memory = get_weight_scaling_factor(layer).reshape(sides), in_memory.reshape(sides)
 
         def by_squares(x: Tensor, rows: slice) -> Tensor:
-            scale = _squares(squares[rows.start // FP8_BLOCK : -(-rows.stop // FP8_BLOCK)], x.shape)
-            return fp8_dequantize(fp8_quantize(x, scale), x.dtype)
+            found = slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
+            return _fp8_rounded(x, _squares(in_memory[found], x.shape), _squares(squares[found], x.shape))
 
         return by_squares
     scale_2 = get_weight_scaling_factor_2(layer)
@@ -146,9 +166,9 @@ def _rounding(weight: Weight) -> Callable[[Tensor, slice], Tensor]:
 def rounded(weight: Weight) -> Tensor:
     """The weight's values as a reader of the checkpoint will have them, in the weight's own type.
 
-    Scales are those of ModelOpt's export, codes are ours: nearest, half to even, rounded once. ModelOpt divides
-    bfloat16 weights by an FP8 scale in bfloat16 and rounds the quotient again, which moves about 3 % of the codes, and
-    rounds MXFP4's ties towards zero.
+    Scales are those of ModelOpt's export. FP8's codes are those of the model in memory; the others are nearest, half to
+    even, rounded once. ModelOpt's own export divides bfloat16 weights by an FP8 scale in bfloat16 and rounds the
+    quotient again, which moves about 3 % of the codes, and rounds MXFP4's ties towards zero.
 
     Raises:
         NotImplementedError: for a format that ModelOpt does not export.

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
-from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
 
 from halfbyte.eval.prompts import Encoder
 from halfbyte.eval.resolve import load_task, quiet_lm_eval
@@ -57,12 +56,13 @@ class _Questions:
     def __init__(self, data_root: Path, tokenizer: Any) -> None:
         (self.task,) = load_task("arc_easy", data_root, 1234)
         self.tokenizer = tokenizer
+        with quiet_lm_eval():
+            self.task.build_all_requests(limit=None, rank=0, world_size=1, tokenizer_name="")
 
     def right(self, model: Any, batch_size: int | None) -> list[bool]:
         """By lm-eval's hf backend at a batch size, or by our scorer for None."""
         with quiet_lm_eval():
             backend = HFLM(pretrained=model, tokenizer=self.tokenizer, batch_size=batch_size or 1)
-            self.task.build_all_requests(limit=None, rank=0, world_size=1, tokenizer_name="")
             pairs = [request.args for request in self.task.instances]
             if batch_size is None:
                 encoded, scorer = Encoder(backend.tokenizer, backend.max_length).pairs(pairs), PrefixScorer(model)
@@ -84,26 +84,23 @@ def _apart(one: list[bool], other: list[bool]) -> int:
 
 
 def test_fp8_read_back_scores_as_in_memory(smollm2: Path, data_root: Path, tmp_path: Path) -> None:
-    """ModelOpt's export merges the amax of q, k, v and of gate and up, so the model in memory is scored after that."""
+    """Two draws of the calibration texts; each checkpoint answers as its model in memory did before settling."""
     source = locate(str(smollm2))
     tokenizer = open_tokenizer(source)
     questions = _Questions(data_root, tokenizer)
     right: dict[str, list[bool]] = {}
-    for seed in (1234, 1, 2):
+    seeds = (1234, 1)
+    for seed in seeds:
         spec = _spec(seed)
         model = open_original(source, weights=torch.bfloat16, compute=torch.bfloat16, device=CUDA)
         if not right:
-            right["bfloat16"] = questions.right(model, 64)
+            right |= {f"bfloat16, batch size {size}": questions.right(model, size) for size in (64, 16)}
         texts = [text for one in spec.calibration.sources for text in load_texts(one, seed, data_root).texts]
         rows = calibration.tokenize(texts, tokenizer, 512)
         # One text a batch, as ModelOpt's own loop over texts of unequal length has it.
         loop = calibration.forward_loop(rows, tokens_per_row=1, pack=False)
         ptq.calibrate(model, configs.quant_config(spec), loop)
         right[f"seed {seed}, in memory"] = questions.right(model, 64)
-        with torch.no_grad():
-            requantize_resmooth_fused_llm_layers(model)
-        right[f"seed {seed}, amax merged"] = questions.right(model, 64)
-        right[f"seed {seed}, amax merged, batch size 16"] = questions.right(model, 16)
         unstable = ptq.settle(model)
         ptq.export(model, tokenizer, tmp_path / str(seed), torch.bfloat16, unstable)
         declared = quant_format(tmp_path / str(seed))
@@ -117,6 +114,6 @@ def test_fp8_read_back_scores_as_in_memory(smollm2: Path, data_root: Path, tmp_p
         print(f"{name}: {sum(found) / len(found):.4f} ({sum(found)} of {len(found)})")
     for one, other in combinations(right, 2):
         print(f"{_apart(right[one], right[other])} answers differ: {one} / {other}")
-    for seed in (1234, 1, 2):
-        merged, shipped = right[f"seed {seed}, amax merged"], right[f"seed {seed}, read back"]
-        assert _apart(merged, shipped) <= 0.01 * len(merged)
+    for seed in seeds:
+        memory, shipped = right[f"seed {seed}, in memory"], right[f"seed {seed}, read back"]
+        assert _apart(memory, shipped) <= 0.005 * len(memory)

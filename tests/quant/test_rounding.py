@@ -47,15 +47,30 @@ PRESETS = (
 def test_rounded_weights_are_those_of_modelopts_quantizer_but_for_ties(
     family: str, preset: str, tmp_path: Path
 ) -> None:
-    """Its kernels divide approximately, so that ties may fall to the other side, of values and of block scales."""
+    """Its FP4 kernels divide approximately, so that ties may fall to the other side, of values and of block scales.
+
+    FP8's codes are those of the model in memory: where amax has few bits, one value in a hundred is a tie.
+    """
     model = _calibrated(make_model(family), tmp_path, preset)
     weights = list(quantized_weights(model))
     assert len(weights) == (14 if family == "llama" else 8 + 2 * 2 * 4)
     for weight in weights:
         values, faked, ours = weight.values.detach(), weight.quantizer(weight.values).detach(), rounded(weight).detach()
         apart = (ours - faked).abs() > 1e-6 * faked.abs()
-        assert float(apart.float().mean()) < 0.02, weight.name
+        assert float(apart.float().mean()) <= (0 if preset.startswith("FP8") else 0.02), weight.name
         assert float((ours - values).norm()) < 1.01 * float((faked - values).norm()), weight.name
+
+
+def test_ties_of_an_fp8_weight_fall_as_in_memory(tmp_path: Path) -> None:
+    model = _calibrated(make_model("llama"), tmp_path, "FP8_DEFAULT_CFG")
+    weight = next(quantized_weights(model))
+    with torch.no_grad():
+        weight.values.copy_(torch.arange(weight.values.numel()).reshape(weight.values.shape) % 129 * 3.25 / 128)
+    weight.quantizer.amax = torch.tensor(3.25)
+    nearest = fp8_dequantize(fp8_quantize(weight.values.detach(), torch.tensor(3.25 / 448)), weight.values.dtype)
+    faked = weight.quantizer(weight.values).detach()
+    assert int(((nearest - faked).abs() > 1e-6 * faked).sum()) > 0, "no tie, nothing shown"
+    assert torch.allclose(rounded(weight), faked, rtol=1e-6, atol=0)
 
 
 def _divides_like_cuda(x: torch.Tensor, y: Any) -> torch.Tensor:
