@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -16,6 +17,7 @@ from halfbyte.quant import calibration, ptq
 from halfbyte.quant.checkpoint import torch_dtype
 from halfbyte.quant.leakage import overlap
 from halfbyte.quant.models import (
+    Source,
     compute_dtype,
     device_of,
     open_original,
@@ -24,10 +26,13 @@ from halfbyte.quant.models import (
 )
 from halfbyte.quant.packing import packs_rows
 from halfbyte.quant.processes import Processes
+from halfbyte.quant.teacher_logits import StoredLogits, store_logits
+from halfbyte.quant.teacher_texts import sample_texts
 from halfbyte.quant.train import Training, finished, put_trained, train
-from halfbyte.quant.training_texts import training_examples
+from halfbyte.quant.training_texts import Examples, Sampled, training_examples
 from halfbyte.recipes.texts import load_texts
-from halfbyte.recipes.training import TrainSpec
+from halfbyte.recipes.training import TeacherSpec, TrainSpec
+from halfbyte.records.digests import value_digest
 from halfbyte.records.run import RunFolder
 from halfbyte.records.training import OverlapFound
 
@@ -37,6 +42,8 @@ if TYPE_CHECKING:
     from halfbyte.quant.produce import Job
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Questions: TypeAlias = Mapping[str, Mapping[str, str]]
 """Texts of an evaluation's questions by task and id."""
@@ -96,18 +103,22 @@ class Making:
         self.processes.wait()
         return model
 
-    def trained(self, model: PreTrainedModel, questions: Questions | None) -> PreTrainedModel:
-        """The best of a training that starts from the calibrated model, now or by an earlier process.
+    def ready(self, questions: Questions | None) -> PreTrainedModel:
+        """The model to be settled and exported: calibrated, and where the recipe trains the best of that.
 
-        The weights are put into a model that is opened and calibrated anew, so that nothing of the training is left in
-        it but them.
+        Of several processes that train together one gets here to the end. What is trained is put into a model that is
+        opened and calibrated anew, so that nothing of the training is left in it but that.
         """
-        spec = cast(TrainSpec, self.job.recipe.train)
-        record = finished(self.run, self.job.key)
+        model = self.calibrated()
+        spec, key = self.job.recipe.train, self.job.key
+        if spec is None:
+            return model
+        record = finished(self.run, key)
         if record is None:
             with timed(self.seconds, "train"):
                 record = train(self._training(model, questions), self.run)
-            del model
+            self.processes.part()
+            del model  # nobody else holds it: two would not fit
             gc.collect()
             if self.job.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -115,33 +126,78 @@ class Making:
             ptq.load_calibration(model, self.run.calibration)
         else:
             logger.info("training: done already")
+            self.processes.part()
             self.seconds["train"] = record.seconds
         self.data |= {f"training: {name}": digest for name, digest in record.data.items()}
         self.seeds["training"] = record.seed
         ptq.share_scales(model)
-        put_trained(model, spec, self.run, self.job.key)
+        put_trained(model, spec, self.run, key)
         return model
 
     def _training(self, model: PreTrainedModel, questions: Questions | None) -> Training:
         job, spec = self.job, cast(TrainSpec, self.job.recipe.train)
         longest = getattr(model.config, "max_position_embeddings", None)
         packs = spec.packing and packs_rows(model)
-        teacher: PreTrainedModel | None = None
-        if job.teacher is not None and spec.teacher is not None:
-            theirs = spec.teacher.model or job.recipe.model
-            own = torch_dtype(theirs.dtype)
-            where = self.processes.device if spec.teacher.device is None else device_of(spec.teacher.device)
-            computed = compute_dtype("auto", where, own)
-            teacher = open_original(job.teacher, weights=own, compute=computed, device=where)
-        examples = training_examples(spec, self.tokenizer, longest, self.data_root, packs=packs)
+        offline = spec.teacher is not None and spec.teacher.offline_top_k is not None
+        if offline:
+            model.cpu()  # the teacher is alone on the device while it is asked
+        teacher = self._teacher()
+        sampled = None if teacher is None else self._sampled(teacher)
+        examples = training_examples(spec, self.tokenizer, longest, self.data_root, packs=packs, sampled=sampled)
         found = None
         if questions:
             overlapping = overlap(examples.texts, questions)
             overlapping.require_at_most(spec.max_overlap)
             checked = sum(task.checked for task in overlapping.tasks.values())
             found = OverlapFound(questions=checked, found=len(overlapping.touched), bound=spec.max_overlap)
+        stored = None
+        if offline and teacher is not None:
+            stored = self._first(partial(self._stored, teacher, examples, int(model.config.vocab_size)))
+            teacher = None
+            gc.collect()
+            if self.job.device.type == "cuda":
+                torch.cuda.empty_cache()
+            model.to(self.processes.device)  # type: ignore[arg-type]
         name = None if job.teacher is None else job.teacher.name
-        return Training(spec, job.key, self.processes.device, model, examples, teacher, name, found)
+        return Training(spec, job.key, self.processes.device, model, examples, teacher, name, found, stored)
+
+    def _teacher(self) -> PreTrainedModel | None:
+        source, spec = self.job.teacher, cast(TrainSpec, self.job.recipe.train).teacher
+        if source is None or spec is None:
+            return None
+        own = torch_dtype((spec.model or self.job.recipe.model).dtype)
+        where = self.processes.device if spec.device is None else device_of(spec.device)
+        return open_original(source, weights=own, compute=compute_dtype("auto", where, own), device=where)
+
+    def _sampled(self, teacher: PreTrainedModel) -> list[Sampled] | None:
+        spec = cast(TrainSpec, self.job.recipe.train).sampled
+        if spec is None:
+            return None
+        folder, digest = self.run.training, cast(Source, self.job.teacher).digest
+        options = {"digest": digest, "data_root": self.data_root}
+        return self._first(partial(sample_texts, teacher, self.tokenizer, spec, folder, **options))
+
+    def _stored(self, teacher: PreTrainedModel, examples: Examples, vocabulary: int) -> StoredLogits:
+        spec = cast(TeacherSpec, cast(TrainSpec, self.job.recipe.train).teacher)
+        identity = [examples.digest, cast(Source, self.job.teacher).digest, teacher.device.type, str(teacher.dtype)]
+        return store_logits(
+            teacher,
+            [examples.train, examples.validation],
+            self.run.training / "teacher",
+            k=cast(int, spec.offline_top_k),
+            key=value_digest(identity),
+            temperature=spec.temperature,
+            vocabulary=vocabulary,
+        )
+
+    def _first(self, make: Callable[[], T]) -> T:
+        """What all processes need and one of them makes and keeps on disk; the others find it there."""
+        if not self.processes.leads:
+            self.processes.wait()
+        made = make()
+        if self.processes.leads:
+            self.processes.wait()
+        return made
 
 
 class timed:

@@ -66,7 +66,7 @@ def packs_rows(model: PreTrainedModel) -> bool:
     ids = torch.tensor([texts[0] + texts[1], texts[2] + texts[3]], device=model.device)
     positions = torch.arange(6, device=model.device).repeat(2, 2)
     was_training = model.training
-    model.eval()  # dropout would be taken for a difference
+    cast(nn.Module, model).eval()  # dropout would be taken for a difference
     try:
         alone = model(input_ids=torch.tensor(texts[1::2], device=model.device), use_cache=False).logits
         packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 6:]

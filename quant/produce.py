@@ -227,10 +227,7 @@ def produce(
     require_space(job, run)
     own = torch_dtype(job.recipe.model.dtype)
     made = Making(job, run, data_root, processes)
-    model = made.calibrated()
-    if job.recipe.train is not None:
-        model = made.trained(model, questions)
-        processes.part()
+    model = made.ready(questions)
     with timed(made.seconds, "settle"):
         unstable = ptq.settle(model, own, scales_are_shared=job.recipe.train is not None)
     with timed(made.seconds, "publish"), atomic_folder(run.checkpoint) as partial:

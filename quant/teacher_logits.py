@@ -73,7 +73,7 @@ class StoredLogits:
     def _shard(self, shard: int) -> Any:
         from safetensors import safe_open
 
-        return safe_open(self._path(shard), framework="pt").__enter__()
+        return cast(Any, safe_open)(self._path(shard), framework="pt").__enter__()
 
     def read(self, rows: Sequence[int], temperature: float | None = None) -> TopK:
         """The distributions of all tokens of these rows that count in a loss, in their order.
@@ -211,10 +211,10 @@ def _compute(teacher: PreTrainedModel, rows: Sequence[Numbered], facts: _Facts) 
         inputs = collate(batch)
         counted = inputs["labels"][:, 1:] != IGNORED
         ends += [ends[-1] + int(count) for count in counted.sum(1).cumsum(0)]
-        for name, tensors in _distributions(teacher, inputs, counted, facts).items():
-            found.setdefault(name, []).extend(tensors)
-    tensors = {name: torch.cat(parts) for name, parts in found.items()}
-    return cast(bytes, save({**tensors, "ends": torch.tensor(ends)}))
+        for name, chunks in _distributions(teacher, inputs, counted, facts).items():
+            found.setdefault(name, []).extend(chunks)
+    tensors = {name: torch.cat(chunks) for name, chunks in found.items()}
+    return save({**tensors, "ends": torch.tensor(ends)})
 
 
 def _passes(rows: Sequence[Numbered]) -> Iterator[list[Numbered]]:

@@ -136,7 +136,7 @@ def _write(
 def _settings(spec: SampledTexts, tokens: int, ends: Sequence[int]) -> Any:
     from transformers import GenerationConfig
 
-    return GenerationConfig(
+    return cast(Any, GenerationConfig)(
         max_new_tokens=tokens,
         do_sample=True,
         temperature=spec.temperature,

@@ -17,6 +17,7 @@ from halfbyte.quant import ptq
 from halfbyte.quant.batches import Held, InOrder, collate
 from halfbyte.quant.learned_scales import fix_scales, learn_scales
 from halfbyte.quant.lora import add_lora, merge_lora
+from halfbyte.quant.teacher_logits import StoredLogits
 from halfbyte.quant.training_texts import Examples
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.quant.whole import Checkpoints, Saved
@@ -53,6 +54,8 @@ class Training:
     teacher: nn.Module | None
     teacher_name: str | None
     overlap: OverlapFound | None = None
+    stored: StoredLogits | None = None
+    """The teacher's logits, where they were computed before the training; there is no teacher beside the model then."""
 
 
 def steps_of(spec: TrainSpec, rows: int, processes: int = 1) -> int:
@@ -248,7 +251,7 @@ def _trainer(
 ) -> QuantizedTrainer:
     from transformers import EarlyStoppingCallback, TrainerCallback
 
-    from halfbyte.quant.trainer import DistilledTrainer, QuantizedTrainer
+    from halfbyte.quant.trainer import DistilledTrainer, OfflineDistilledTrainer, QuantizedTrainer
 
     class SaveWhatIsValidated(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
@@ -261,18 +264,22 @@ def _trainer(
         "keep": spec.validation.keep,
         "metric": spec.metric,
         "reference": training.teacher,
+        "stored": training.stored,
         "model": training.model,
         "args": arguments,
         "train_dataset": order,
         "eval_dataset": held,
         "data_collator": collate,
     }
-    if spec.method == "qad":
+    if spec.method == "qad" and training.stored is not None:
+        temperature = training.stored.facts.temperature
+        trainer: QuantizedTrainer = OfflineDistilledTrainer(temperature=temperature, **options)
+    elif spec.method == "qad":
         if training.teacher is None or spec.teacher is None:
             raise UserError("qad needs a teacher", "set train.teacher")
         options["teacher_apart"] = spec.teacher.device is not None
         options["distill_args"] = {"teacher_model": training.teacher, "temperature": spec.teacher.temperature}
-        trainer: QuantizedTrainer = DistilledTrainer(**options)
+        trainer = DistilledTrainer(**options)
     else:
         trainer = QuantizedTrainer(**options)
     trainer.add_callback(SaveWhatIsValidated())

@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from halfbyte.quant.curves import Curves, Diverged
 from halfbyte.quant.learned_scales import scales_fault
+from halfbyte.quant.teacher_logits import StoredLogits
+from halfbyte.quant.top_k import TopK, top_k_divergence
 from halfbyte.quant.training_rows import IGNORED
 from halfbyte.quant.whole import Checkpoints
 from halfbyte.records.errors import disk_full_is_a_user_error
@@ -35,6 +37,7 @@ class QuantizedTrainer(QATTrainer):  # type: ignore[misc]
         keep: Last checkpoints kept.
         metric: What the best is chosen by, loss or kl.
         reference: The teacher for the validation's KL divergence, where there is one; QADTrainer has its own.
+        stored: The teacher's logits in its place, by the rows' index.
         arguments: As transformers' Trainer takes them.
     """
 
@@ -46,11 +49,12 @@ class QuantizedTrainer(QATTrainer):  # type: ignore[misc]
         keep: int,
         metric: str,
         reference: nn.Module | None = None,
+        stored: StoredLogits | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(callbacks=[curves], **arguments)
         self.curves, self.checkpoints, self.keep, self.metric = curves, checkpoints, keep, metric
-        self.reference = reference
+        self.reference, self.stored = reference, stored
         self._index: Tensor | None = None
         from transformers import PrinterCallback
 
@@ -91,7 +95,7 @@ class QuantizedTrainer(QATTrainer):  # type: ignore[misc]
         self.model.train(was_training)
         loss, kl, tokens = cast(Tensor, self.accelerator.reduce(totals, "sum")).tolist()
         found = {"eval_loss": loss / tokens}
-        if self.reference is not None:
+        if self.reference is not None or self.stored is not None:
             found["eval_kl"] = kl / tokens
         self.curves.validated(step, found["eval_loss"], found.get("eval_kl"))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
@@ -103,6 +107,7 @@ class QuantizedTrainer(QATTrainer):  # type: ignore[misc]
         counted = labels != IGNORED
         logits = self.model(**batch).logits[:, :-1][counted]
         reference = self.teacher_logits(batch, counted) if self.reference is not None else None
+        known = self.stored_logits(counted, 1.0) if self.stored is not None else None
         targets = labels[counted]
         sums = torch.zeros(3, dtype=torch.float64, device=targets.device)
         for first in range(0, len(targets), _ROWS):
@@ -111,6 +116,9 @@ class QuantizedTrainer(QATTrainer):  # type: ignore[misc]
             sums[0] += functional.nll_loss(scores, targets[rows], reduction="sum")
             if reference is not None:
                 sums[1] += divergence(scores, reference[rows])
+            elif known is not None:
+                width = cast(StoredLogits, self.stored).facts.vocabulary
+                sums[1] += top_k_divergence(logits[rows, :width], TopK(*(part[rows] for part in known))).sum()
         sums[2] = len(targets)
         return sums
 
@@ -123,6 +131,11 @@ class QuantizedTrainer(QATTrainer):  # type: ignore[misc]
                 **{name: value.to(device) for name, value in inputs.items()}, use_cache=False
             ).logits
         return logits[:, :-1][counted.to(device)].to(counted.device)
+
+    def stored_logits(self, counted: Tensor, temperature: float) -> TopK:
+        """What is stored of the tokens before the labels that count; rows that only fill a batch have none."""
+        index = cast(Tensor, self._index)[counted.any(1).to(cast(Tensor, self._index).device)]
+        return cast(StoredLogits, self.stored).read(index.tolist(), temperature).to(counted.device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes what is trained; where FSDP shards the model, transformers saves the shards with the optimizer."""
@@ -191,6 +204,32 @@ class DistilledTrainer(QuantizedTrainer, QADTrainer):  # type: ignore[misc]
         teacher = self.teacher_logits(inputs, counted)
         width = min(student.shape[-1], teacher.shape[-1])
         each = self._kd_criterion(student[:, :width].float(), teacher[:, :width].float())
+        total = kwargs.get("num_items_in_batch")
+        if total is None:
+            return cast(Tensor, each.sum() / counted.sum().clamp(min=1))
+        return cast(Tensor, each.sum() / total * self.accelerator.num_processes)
+
+
+class OfflineDistilledTrainer(QuantizedTrainer):
+    """QAD from a teacher whose largest logits were stored before: see quant.top_k for the loss.
+
+    Args:
+        temperature: Of both distributions.
+        arguments: As for QuantizedTrainer.
+    """
+
+    def __init__(self, *, temperature: float, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.temperature = temperature
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **kwargs: Any) -> Tensor:
+        """As DistilledTrainer's, over k + 1 events a token."""
+        self._index = inputs.pop("index")
+        counted = inputs.pop("labels")[:, 1:] != IGNORED
+        width = cast(StoredLogits, self.stored).facts.vocabulary
+        student = model(**inputs).logits[:, :-1][counted][:, :width]
+        each = top_k_divergence(student, self.stored_logits(counted, self.temperature), self.temperature)
+        each = each * self.temperature**2
         total = kwargs.get("num_items_in_batch")
         if total is None:
             return cast(Tensor, each.sum() / counted.sum().clamp(min=1))
