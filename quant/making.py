@@ -174,8 +174,9 @@ class Making:
         if spec is None:
             return None
         folder, digest = self.run.training, cast(Source, self.job.teacher).digest
-        options = {"digest": digest, "data_root": self.data_root}
-        return self._first(partial(sample_texts, teacher, self.tokenizer, spec, folder, **options))
+        return self._first(
+            lambda: sample_texts(teacher, self.tokenizer, spec, folder, digest=digest, data_root=self.data_root)
+        )
 
     def _stored(self, teacher: PreTrainedModel, examples: Examples, vocabulary: int) -> StoredLogits:
         spec = cast(TeacherSpec, cast(TrainSpec, self.job.recipe.train).teacher)

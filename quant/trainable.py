@@ -30,7 +30,7 @@ def require_trainable(recipe: Recipe, source: Source) -> Source | None:
     if spec is None:
         return None
     for entry in spec.sources:
-        require_local(entry)
+        require_local(entry, entry.columns)
     if spec.sampled is not None and spec.sampled.prompts is not None:
         require_local(spec.sampled.prompts)
     with torch.device("meta"):

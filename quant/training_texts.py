@@ -167,17 +167,16 @@ def _written(
                 f"{label(source)} holds chats, and the model has no chat template to write them with",
                 "train an instruction-tuned model on it, or name prompt_field and response_field",
             )
-        rows = load_rows(source, {"messages_field": source.messages_field}, root)
+        rows = load_rows(source, source.columns, root)
         where = f"chat {{}} of {label(source)}"
         return [
             write_chat(messages, tokenizer, where.format(at), spans=spec.mask_prompts)
             for at, (messages,) in enumerate(rows, start=1)
         ]
-    if source.prompt_field is not None and source.response_field is not None:
-        columns = {"prompt_field": source.prompt_field, "response_field": source.response_field}
+    if source.prompt_field is not None:
         pairs = [
-            tuple(as_text(value, source, column) for value, column in zip(row, columns.values(), strict=True))
-            for row in load_rows(source, columns, root)
+            tuple(as_text(value, source, column) for value, column in zip(row, source.columns.values(), strict=True))
+            for row in load_rows(source, source.columns, root)
         ]
         return [
             write_pair(prompt, response, source.layout) if response.strip() else Written("")

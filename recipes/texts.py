@@ -84,14 +84,21 @@ def load_rows(source: TextSource, fields: Mapping[str, str], data_root: Path | N
     return rows
 
 
-def require_local(source: TextSource) -> None:
+def require_local(source: TextSource, fields: Mapping[str, str] | None = None) -> None:
     """Reads a source that is a local file, so that a mistake in it shows before anything is computed or replaced.
 
+    Args:
+        source: The source.
+        fields: Its columns, see load_rows; none for plain texts.
+
     Raises:
-        UserError: see load_texts.
+        UserError: see load_texts and load_rows.
     """
     if _is_file(source):
-        load_texts(source, whole=True)
+        if fields:
+            load_rows(source, fields)
+        else:
+            load_texts(source, whole=True)
 
 
 def _is_file(source: TextSource) -> bool:

@@ -24,6 +24,12 @@ class TrainingSource(TextSource):
     messages_field: str | None = None
     """Column of chats, each a list of {role, content}; rendered with the model's own chat template."""
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns of chats or pairs by the field that names each; empty for plain texts."""
+        named = {name: getattr(self, name) for name in ("prompt_field", "response_field", "messages_field")}
+        return {name: column for name, column in named.items() if column is not None}
+
     @model_validator(mode="after")
     def _one_shape(self) -> TrainingSource:
         if (self.prompt_field is None) != (self.response_field is None):

@@ -9,7 +9,7 @@ import pytest
 
 from halfbyte.recipes import data
 from halfbyte.recipes.schema import TextSource
-from halfbyte.recipes.texts import load_texts
+from halfbyte.recipes.texts import load_rows, load_texts, require_local
 from halfbyte.records.errors import UserError
 
 
@@ -164,3 +164,18 @@ def test_a_changed_file_in_the_data_root_gives_its_new_text(tmp_path: Path, cach
     for word in ("old", "new"):
         (folder / "a.jsonl").write_text(json.dumps({"text": word * 3}) + "\n")
         assert load_texts(TextSource(dataset="owner/set"), data_root=tmp_path / "root").texts == [word * 3]
+
+
+def test_a_local_file_of_pairs_is_looked_at_by_its_columns(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "pairs.jsonl", [{"q": "one", "a": "two"}])
+    require_local(source(path), {"prompt_field": "q", "response_field": "a"})
+    with pytest.raises(UserError, match=r"no column 'b' \(set response_field to one of its columns: q, a\)"):
+        require_local(source(path), {"prompt_field": "q", "response_field": "b"})
+    with pytest.raises(UserError, match="no column 'text' or 'question'"):
+        require_local(source(path))
+
+
+def test_rows_are_read_as_they_are(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    path = jsonl(tmp_path / "chats.jsonl", [{"id": 1, "chat": chat, "n": None}])
+    assert load_rows(source(path), {"messages_field": "chat", "other_field": "n"}) == [(chat, None)]
