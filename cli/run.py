@@ -82,7 +82,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
     from halfbyte.reports.evidence import with_evidence
     from halfbyte.reports.write import write_reports
     from halfbyte.sides import Side, cached_records, keep_copy, measure_noise, own_records
-    from halfbyte.stages import make_checkpoint, measure, observe_baseline, release_canary
+    from halfbyte.stages import keep_baseline, make_checkpoint, measure, observe_baseline, release_canary
 
     recipe = job.recipe
     settings = recipe.evaluate
@@ -101,6 +101,8 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
             _say(args, recipe, "baseline", "once more, in other batches")
             measure_noise(baseline, settings, ours, args.data_root)
         reference = observe_baseline(baseline, settings.canary) if settings.canary else None
+        if settings.fidelity is not None:
+            keep_baseline(baseline, settings.fidelity, args.data_root)
         baseline.free()
         _say(args, recipe, "quantize", str(folder.checkpoint))
         summary = make_checkpoint(job, folder, args.data_root)

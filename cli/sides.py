@@ -116,6 +116,7 @@ class Side:
         self.digest, self.device, self.dtype = digest, device, dtype
         self._opener, self._describer, self._candidate = opener, describer, candidate
         self._loaded: Loaded | None = None
+        self._described: Described | None = None
         self._backend: Backend | None = None
         self._served: str | None = None
 
@@ -130,6 +131,12 @@ class Side:
             if self._loaded.summary.digest != self.digest:
                 raise UserError(f"{self._loaded.summary.name} changed while the run was under way", "run it again")
         return self._loaded
+
+    def described(self) -> Described:
+        """What is known of it without loading it, made at the first call."""
+        if self._described is None:
+            self._described = self._describer()
+        return self._described
 
     def free(self) -> None:
         """Forgets the loaded model, so that its memory can be used again."""
@@ -165,7 +172,7 @@ class Side:
     ) -> EvaluationRecord:
         """Computes a record, in the place of what is there; see eval.evaluate.evaluate_task."""
         if settings.backend != "hf":
-            described = self._describer()
+            described = self.described()
             device, dtype = self._where(settings)
             return evaluate_backend(
                 lambda: self._opened_backend(settings, described),

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from halfbyte.eval.canary import PROMPTS, judge, load_observation, observe, save_observation
-from halfbyte.eval.fidelity import measure_fidelity
+from halfbyte.eval.fidelity import (
+    check_window,
+    fidelity_key,
+    measure_fidelity,
+    read_text,
+    vocabulary_of,
+    windows_of,
+)
+from halfbyte.eval.kept import Kept, is_kept, keep
 from halfbyte.recipes.schema import CanarySpec, FidelitySpec
-from halfbyte.records.cache import locked, mark_used
+from halfbyte.records.cache import KEPT, locked, mark_used
 from halfbyte.records.canary import CANARY_FILE, CanaryRecord, load_canary
-from halfbyte.records.digests import cache_folder, text_identity, value_digest
-from halfbyte.records.errors import Anomaly
+from halfbyte.records.digests import cache_folder, value_digest
+from halfbyte.records.errors import Anomaly, UserError
 from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
 from halfbyte.records.manifest import package_versions
 from halfbyte.records.record import ModelSummary
@@ -44,17 +53,64 @@ def make_checkpoint(job: Job, folder: RunFolder, data_root: Path | None) -> Mode
 def measure(
     baseline: Side, candidate: Side, spec: FidelitySpec, folder: Path, data_root: Path | None
 ) -> FidelityRecord:
-    """The candidate's fidelity against the baseline, measured once below `folder`."""
-    asked = [spec.model_dump(mode="json"), text_identity(spec.source.dataset), package_versions()]
-    key = value_digest([baseline.digest, candidate.digest, candidate.device, candidate.dtype, asked])
-    output = folder / key[:16]
+    """The candidate's fidelity against the baseline, measured once below `folder`; see keep_baseline."""
+    text = read_text(spec, data_root)
+    where = {"device": candidate.device, "dtype": candidate.dtype}
+    output = folder / fidelity_key(text, spec, baseline.digest, candidate.digest, **where)[:16]
     if (output / FIDELITY_FILE).is_file():
         logger.info("fidelity: done already")
         return load_fidelity(output)
-    first, second = baseline.loaded(), candidate.loaded()
+    described = baseline.described()
+    windows = windows_of(described.tokenizer, text, spec)
+    kept = _kept_folder(baseline, text, spec)
+    second = candidate.loaded()
+    reference = Kept(kept, second.model.device) if is_kept(kept, windows) else baseline.loaded().model
     return measure_fidelity(
-        first.model, second.model, first.tokenizer, spec, first.summary, second.summary, output, data_root, replace=True
-    )
+        reference, second.model, described.tokenizer, spec, described.summary, second.summary, text, output,
+        replace=True,
+    )  # fmt: skip
+
+
+def keep_baseline(baseline: Side, spec: FidelitySpec, data_root: Path | None) -> None:
+    """Keeps in the shared cache what fidelity needs of the baseline, so that it need not be loaded beside a candidate.
+
+    Raises:
+        UserError: when it would have to be, since its logits are more than its output embedding's, and there is no
+            memory for two.
+    """
+    text = read_text(spec, data_root)
+    folder = _kept_folder(baseline, text, spec)
+    with locked(folder):
+        windows = windows_of(baseline.described().tokenizer, text, spec)
+        if not is_kept(folder, windows):
+            model = baseline.loaded().model
+            check_window(model, spec.window)
+            if not keep(model, windows, vocabulary_of(model), folder):
+                logger.info("fidelity: the baseline will be loaded beside the candidate")
+                _require_memory_for_two(model)
+        if folder.is_dir():
+            mark_used(folder)
+
+
+def _kept_folder(baseline: Side, text: str, spec: FidelitySpec) -> Path:
+    key = fidelity_key(text, spec, baseline.digest, device=baseline.device, dtype=baseline.dtype)
+    return cache_folder() / KEPT / baseline.digest[:16] / key[:16]
+
+
+def _require_memory_for_two(model: Any) -> None:
+    import torch
+
+    needed = 2 * sum(part.numel() * part.element_size() for part in model.parameters())
+    if model.device.type == "cuda":
+        there = torch.cuda.get_device_properties(model.device).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise UserError(
+            f"fidelity needs baseline and candidate at once, {needed / 2**30:.1f} GiB, and {model.device.type} has "
+            f"{there / 2**30:.1f} GiB",
+            "set evaluate.fidelity to null",
+        )
 
 
 def observe_baseline(baseline: Side, spec: CanarySpec) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.eval.kept import Kept
 from halfbyte.recipes.schema import FidelitySpec, TextSource
 from halfbyte.recipes.texts import load_texts
 from halfbyte.records.digests import text_digest, value_digest
@@ -32,39 +33,35 @@ def measure_fidelity(
     spec: FidelitySpec,
     baseline: ModelSummary,
     candidate: ModelSummary,
+    text: str,
     output: Path,
-    data_root: Path | None = None,
     *,
     replace: bool = False,
 ) -> FidelityRecord:
-    """Measures on the whole text of `spec.source` and writes fidelity.json; goes on where an earlier run was cut short.
-
-    The text is cut into windows of `spec.window` tokens that do not overlap; each is scored without context. Where the
-    tokenizer starts a text with BOS, each window starts with it and counts it.
+    """Measures on a text and writes fidelity.json; goes on where an earlier run was cut short.
 
     Args:
-        baseline_model: A causal LM of transformers on its device; its distributions are the reference.
+        baseline_model: A causal LM of transformers on its device, or what was kept of one; its distributions are the
+            reference.
         candidate_model: Another with the same vocabulary; may be on another device.
         tokenizer: The tokenizer of both.
         spec: Text and window.
         baseline: Which model the baseline is.
         candidate: Which model the candidate is.
+        text: See read_text.
         output: Folder for fidelity.json.
-        data_root: See recipes.data.data_root.
         replace: Measure again where `output` holds a measurement of something else, and replace it.
 
     Raises:
-        UserError: when the text is not to be had or too short, the vocabularies differ, the window is longer than a
+        UserError: when the text is too short, the vocabularies differ, the window is longer than a
             model takes, the logits hold NaN, or `output` holds another measurement.
     """
     start = time.perf_counter()
-    text = spec.join.join(load_texts(spec.source, data_root=data_root, whole=True).texts)
     _check_models(baseline_model, candidate_model, spec.window)
-    windows = _windows(tokenizer, text, spec)
-    dtype = str(baseline_model.dtype).removeprefix("torch.")
-    packages = [version("torch"), version("transformers"), version("nvidia-modelopt")]
-    where = [baseline_model.device.type, candidate_model.device.type, dtype, str(candidate_model.dtype)]
-    key = value_digest([baseline.digest, candidate.digest, [text_digest(text), windows], where, packages])
+    windows = windows_of(tokenizer, text, spec)
+    dtype = str(candidate_model.dtype).removeprefix("torch.")
+    where = {"device": candidate_model.device.type, "dtype": dtype}
+    key = fidelity_key(text, spec, baseline.digest, candidate.digest, **where)
     if (output / FIDELITY_FILE).exists():
         done = load_fidelity(output)
         if done.key == key:
@@ -105,6 +102,33 @@ def measure_fidelity(
     record.save(output)
     (output / JOURNAL_FILE).unlink()
     return record
+
+
+def read_text(spec: FidelitySpec, data_root: Path | None = None) -> str:
+    """The whole text that is measured on.
+
+    Args:
+        spec: Where it is.
+        data_root: See recipes.data.data_root.
+
+    Raises:
+        UserError: when it is not to be had.
+    """
+    return spec.join.join(load_texts(spec.source, data_root=data_root, whole=True).texts)
+
+
+def fidelity_key(text: str, spec: FidelitySpec, *digests: str, device: str, dtype: str) -> str:
+    """What decides a measurement, or what is kept of a baseline for one.
+
+    Args:
+        text: See read_text.
+        spec: How it is cut.
+        digests: Of the models.
+        device: Kind of device both compute on: cpu, cuda.
+        dtype: Type both compute in.
+    """
+    packages = [version("torch"), version("transformers"), version("nvidia-modelopt")]
+    return value_digest([digests, text_digest(text), spec.window, spec.max_tokens, device, dtype, packages])
 
 
 def compare_window(baseline_model: Any, candidate_model: Any, ids: list[int]) -> Window:
@@ -160,20 +184,38 @@ def _logits(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def _check_models(baseline_model: Any, candidate_model: Any, window: int) -> None:
-    sizes = [int(model.config.get_text_config().vocab_size) for model in (baseline_model, candidate_model)]
+    sizes = [vocabulary_of(model) for model in (baseline_model, candidate_model)]
     if sizes[0] != sizes[1]:
         raise UserError(
             f"the baseline has a vocabulary of {sizes[0]} tokens and the candidate one of {sizes[1]}",
             "fidelity compares models of one vocabulary",
         )
     for model in (baseline_model, candidate_model):
-        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if most is not None and window > most:
-            raise UserError(f"a window of {window} tokens is longer than the {most} the model takes", "lower window")
+        if not isinstance(model, Kept):
+            check_window(model, window)
 
 
-def _windows(tokenizer: Any, text: str, spec: FidelitySpec) -> list[list[int]]:
-    """Token ids of each window; the last may be shorter."""
+def vocabulary_of(model: Any) -> int:
+    """Tokens of a model's vocabulary, as its configuration says."""
+    return model.vocabulary if isinstance(model, Kept) else int(model.config.get_text_config().vocab_size)
+
+
+def check_window(model: Any, window: int) -> None:
+    """Raises a UserError where a window is longer than what a model takes."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and window > most:
+        raise UserError(f"a window of {window} tokens is longer than the {most} the model takes", "lower window")
+
+
+def windows_of(tokenizer: Any, text: str, spec: FidelitySpec) -> list[list[int]]:
+    """Token ids of the windows a text is cut into, which do not overlap; the last may be shorter.
+
+    Each has `spec.window` tokens and is scored without context. Where the tokenizer starts a text with BOS, each window
+    starts with it and counts it.
+
+    Raises:
+        UserError: when the text is too short.
+    """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     bos = tokenizer.bos_token_id
     head = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []

@@ -22,9 +22,11 @@ logger = logging.getLogger(__name__)
 
 EVALUATIONS = "evaluations"
 SERVERS = "servers"
+KEPT = "fidelity"
 KINDS = {
     EVALUATIONS: "evaluation",
     "canary": "canary",
+    KEPT: "baseline's states",
     "datasets": "data set",
     "tasks": "index of tasks",
     SERVERS: "names of servers",
@@ -127,7 +129,7 @@ def _paths(kind: str) -> list[Path]:
         return []
     if kind in _WHOLE:
         return [folder]
-    inside = folder.glob("*/*" if kind in (EVALUATIONS, "canary") else "*")
+    inside = folder.glob("*/*" if kind in (EVALUATIONS, "canary", KEPT) else "*")
     return [path for path in inside if not path.name.startswith(".")]
 
 

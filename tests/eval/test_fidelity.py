@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from halfbyte.eval import fidelity
-from halfbyte.eval.fidelity import compare_window, measure_fidelity
+from halfbyte.eval.fidelity import compare_window, measure_fidelity, read_text, windows_of
+from halfbyte.eval.kept import Kept, is_kept, keep
 from halfbyte.recipes.schema import FidelitySpec, TextSource
 from halfbyte.records.errors import UserError
 from halfbyte.records.fidelity import FidelityRecord, load_fidelity
@@ -36,8 +37,8 @@ def measure(tiny_llama: Any, tiny_tokenizer: Any, summary: ModelSummary, text_fi
         )
         tokenizer = options.get("tokenizer", tiny_tokenizer)
         return measure_fidelity(
-            options.get("baseline", tiny_llama), candidate, tokenizer, spec, summary, other, tmp_path / folder,
-            replace=options.get("replace", False),
+            options.get("baseline", tiny_llama), candidate, tokenizer, spec, summary, other, read_text(spec),
+            tmp_path / folder, replace=options.get("replace", False),
         )  # fmt: skip
 
     return run
@@ -93,6 +94,47 @@ def test_each_window_starts_with_bos_where_the_tokenizer_adds_it(
     assert all(window[0] == 0 and len(window) <= 32 for window in seen)
     assert [token for window in seen for token in window[1:]] == ids
     assert record.tokens == len(ids)  # the first token of each window is predicted, from BOS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept_of_a_baseline_gives_the_figures_of_the_baseline_itself(
+    measure: Any, llama_factory: Any, tiny_tokenizer: Any, text_file: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    baseline, candidate = (llama_factory(seed=seed).to(dtype) for seed in (0, 1))
+    spec = FidelitySpec(source=TextSource(dataset=str(text_file)), window=32)
+    windows = windows_of(tiny_tokenizer, read_text(spec), spec)
+    folder = tmp_path / "kept"
+    assert keep(baseline, windows[:2], 384, folder)
+    assert not is_kept(folder, windows)
+    written = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "head.safetensors"}
+    assert len(written) == 2
+    assert keep(baseline, windows, 384, folder)
+    assert is_kept(folder, windows)
+    assert all(path.stat().st_mtime_ns == time for path, time in written.items()), "windows are not computed twice"
+    kept = Kept(folder, torch.device("cpu"))
+    for ids in windows:
+        with torch.inference_mode():
+            assert torch.equal(kept(torch.tensor([ids])).logits, baseline(torch.tensor([ids])).logits)
+    ours, theirs = (measure(candidate, name, baseline=one) for name, one in (("kept", kept), ("both", baseline)))
+    assert ours.windows == theirs.windows
+    assert (ours.key, ours.dtype) == (theirs.key, theirs.dtype)
+
+
+def test_a_model_that_changes_its_logits_is_not_kept(tmp_path: Path) -> None:
+    from tiny import make_model
+
+    model = make_model("gemma3").float()
+    assert keep(model, [[5, 6, 7]], 384, tmp_path / "plain")
+    model.config.get_text_config().final_logit_softcapping = 5.0
+    assert not keep(model, [[5, 6, 7]], 384, tmp_path / "capped")
+
+
+def test_a_kept_baseline_of_another_vocabulary_is_refused(
+    measure: Any, tiny_llama: Any, llama_factory: Any, tmp_path: Path
+) -> None:
+    assert keep(llama_factory(vocab_size=400), [[5, 6, 7]], 400, tmp_path / "kept")
+    with pytest.raises(UserError, match="a vocabulary of 400 tokens and the candidate one of 384"):
+        measure(tiny_llama, baseline=Kept(tmp_path / "kept", torch.device("cpu")))
 
 
 def test_max_tokens_ends_at_the_next_whole_window(measure: Any, tiny_llama: Any) -> None:

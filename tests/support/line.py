@@ -238,6 +238,8 @@ def _timeless(value: Any) -> Any:
             "baseline_seconds",
             "candidate_seconds",
             "tokens_per_second",
+            "memory_bytes",
+            "memory_kind",
             "git_commit",
         )  # others may commit while tests run
         return {key: _timeless(item) for key, item in value.items() if key not in gone}
