@@ -21,10 +21,10 @@ from halfbyte.records.record import ModelSummary, find_records, load_record
 from halfbyte.records.run import RunFolder
 from halfbyte.reports.compare import compare
 from halfbyte.reports.comparison import Comparison, Layer
+from halfbyte.reports.gate import judge
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.published import beside, published_table
 from halfbyte.reports.training import read_training
-from halfbyte.reports.verdict import verdict
 
 logger = logging.getLogger(__name__)
 _HEADER_LENGTH = 8  # bytes of a safetensors file that say how long its header is
@@ -79,10 +79,9 @@ def with_evidence(comparison: Comparison, run: RunFolder | None, published: str 
             "quantized_by": None if run is None or not made_here else _quantized_by(run),
         }
     )
-    if comparison.training is not None and comparison.verdict is not None and comparison.policy is not None:
-        # Its sentence names the candidate, which is one of several of this format.
-        again = verdict(comparison, comparison.policy, comparison.verdict.verdict)
-        comparison = comparison.model_copy(update={"verdict": again})
+    if comparison.training is not None and comparison.policy is not None:
+        # Once more: a trained candidate may be better than its baseline, and its name is another.
+        comparison = judge(comparison, comparison.policy)
     tables = [] if published is None else [beside(published_table(published), comparison)]
     return comparison.model_copy(update={"published": tables})
 

@@ -65,7 +65,7 @@ def judge(comparison: Comparison, policy: Policy) -> Comparison:
             "tasks": tasks,
             "fidelity": fidelity,
             "policy": policy,
-            "notes": comparison.notes + _unused_margins(comparison, policy),
+            "notes": list(dict.fromkeys(comparison.notes + _unused_margins(comparison, policy))),
             "waivers": sentences(policy, applied, comparison.candidate.digest, comparison.not_before),
         }
     )
@@ -168,7 +168,12 @@ def _unused_margins(comparison: Comparison, policy: Policy) -> list[str]:
 
 
 def _better_beyond_chance(comparison: Comparison, policy: Policy) -> set[str]:
-    """Tasks on which the candidate is better than luck among all of them would make it (Holm)."""
+    """Tasks on which the candidate is better than luck among all of them would make it (Holm).
+
+    None where it was trained: that explains it, and the report's notes say so.
+    """
+    if comparison.training is not None:
+        return set()
     rows = [(row.task, row.result.p_better) for row in comparison.tasks if row.result.p_better is not None]
     if policy.better_alpha is None or not rows:
         return set()

@@ -9,9 +9,11 @@ from halfbyte.records.training import TRAINING_FILE, TrainingRecord, load_traini
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, Training
 from halfbyte.reports.flips import spread_out
+from halfbyte.reports.statistics import holm
 from halfbyte.reports.tables import Table, labels
 
 _POINTS = 400  # of a drawn curve; a page has no room for more
+_BETTER_ALPHA = 0.05
 _STOPPED = {"max_steps": "all steps done", "patience": "no longer better"}
 
 
@@ -131,6 +133,14 @@ def training_notes(one: Comparison) -> list[str]:
         notes.append(
             f"{figures.count(record.overlap.found)} of {figures.count(record.overlap.questions)} evaluation questions "
             "share a run of words with the training texts, so that its scores may be of what it has seen"
+        )
+    known = [(row.task, row.result.p_better) for row in one.tasks if row.result.p_better is not None]
+    adjusted = holm([p for _, p in known]).tolist() if known else []
+    better = [task for (task, _), p in zip(known, adjusted, strict=True) if p < _BETTER_ALPHA]
+    if better:
+        notes.append(
+            f"better than its baseline beyond chance, at 5% for all tasks together (Holm): {', '.join(better)}; "
+            "quantization does not explain that, and training may"
         )
     for says, what in (("worse", "made it worse than PTQ"), ("better", "made it better than PTQ")):
         tasks = [

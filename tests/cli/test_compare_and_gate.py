@@ -47,8 +47,11 @@ def test_the_gate_writes_junit_and_json(
     junit = tmp_path / "out" / "junit.xml"
     sides_of = [str(sides["bad-baseline"]), str(sides["bad"])]
     assert main(["gate", *sides_of, "--policy", "release", "--junit", str(junit), "--json"]) == 1
-    (comparison,) = json.loads(capsys.readouterr().out)["comparisons"]
+    found = json.loads(capsys.readouterr().out)
+    (comparison,) = found["comparisons"]
     assert comparison["verdict"]["verdict"] == "fail"
+    assert (found["verdict"], found["exit_code"]) == ("fail", 1)
+    assert found["sentence"] == comparison["verdict"]["sentence"]
     assert len(ElementTree.parse(junit).findall(".//failure")) == 1
 
 

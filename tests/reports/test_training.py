@@ -184,3 +184,20 @@ def test_the_compare_command_finds_the_trainings_of_its_candidates(
     assert [one["method"] for one in found["methods"]] == ["ptq", "qat", "qad"]
     assert [len(one["gains"]) for one in found["comparisons"]] == [0, 1, 1]
     assert found["verdict"] is None
+
+
+def test_a_trained_candidate_that_beats_its_baseline_is_no_anomaly_and_an_untrained_one_is(
+    tmp_path: Path,
+    cache: Path,  # noqa: ARG001
+) -> None:
+    for name in ("ptq", "qad"):
+        run = write_run(tmp_path / name, scores(2, 90), of=summary(name), baseline_values=BASELINE, task="mmlu")
+    write_training(run.training)
+    plain, trained = reported([tmp_path / "ptq", tmp_path / "qad"], "release")
+    assert plain.verdict is not None
+    assert trained.verdict is not None
+    assert (plain.verdict.verdict, trained.verdict.verdict) == ("anomaly", "pass")
+    assert trained.verdict.candidate == "NVFP4 QAD"
+    text = " ".join(render_text([plain, trained]).split())
+    assert "NVFP4 QAD: better than its baseline beyond chance" in text
+    assert "NVFP4 PTQ: better than its baseline beyond chance" not in text
