@@ -149,8 +149,10 @@ def _verify(folder: RunFolder, digest: str, job: Job) -> None:
         if known["checkpoint_digest"] == digest and all(row["passed"] for row in known["checks"]):
             logger.info("verify: done already")
             return
-    # The tensors of a GGUF file have other names; without the original, errors of weights are not looked at.
-    checks = verify(folder.checkpoint, job.source.folder if job.source.gguf_file is None else None)
+    # The tensors of a GGUF file have other names, and training changes weights on purpose; without the original,
+    # errors of weights are not looked at.
+    like_source = job.source.gguf_file is None and job.recipe.train is None
+    checks = verify(folder.checkpoint, job.source.folder if like_source else None)
     rows = [check.as_dict() for check in checks]
     write_json(folder.verification, {"schema_version": 1, "checkpoint_digest": digest, "checks": rows})
     failed = [check for check in checks if not check.passed]
