@@ -48,7 +48,8 @@ def run(args: Namespace) -> int:
         if args.force and leads:
             produce.require_own_folder(job, folder, force=True)
         summary = make_checkpoint(job, folder, args.data_root)
-    _conclude(folder, summary.model_dump(), as_json=args.json)
+    if leads:
+        _conclude(folder, summary.model_dump(), as_json=args.json)
     return 0
 
 

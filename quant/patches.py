@@ -115,3 +115,21 @@ def unhurried_max() -> Iterator[None]:
         yield
     finally:
         MaxCalibrator.collect = real
+
+
+@contextmanager
+def transformers_as_they_are() -> Iterator[None]:
+    """Within the block, ModelOpt's trainers leave transformers' from_pretrained and save_pretrained alone.
+
+    They would replace both for the rest of the process, so that models come back with quantizers; the replacement fails
+    for a model that is opened without a folder, as the read-back of a checkpoint does.
+    """
+    require_known_modelopt()
+    from modelopt.torch.opt.plugins import transformers
+
+    real = transformers.enable_huggingface_checkpointing
+    transformers.enable_huggingface_checkpointing = lambda: None
+    try:
+        yield
+    finally:
+        transformers.enable_huggingface_checkpointing = real

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfbyte.quant import ptq
 from halfbyte.quant.batches import Held, InOrder, collate
 from halfbyte.quant.learned_scales import fix_scales, learn_scales
 from halfbyte.quant.lora import add_lora, merge_lora
+from halfbyte.quant.patches import transformers_as_they_are
 from halfbyte.quant.teacher_logits import StoredLogits
 from halfbyte.quant.training_texts import Examples
 from halfbyte.quant.upstream import quiet_upstream
@@ -127,7 +128,7 @@ def train(training: Training, run: RunFolder) -> TrainingRecord:
     )
     if last is not None:
         logger.info("training: goes on from step %d of %d", last.step, steps)
-    with quiet_upstream():
+    with quiet_upstream(), transformers_as_they_are():
         trainer = _trainer(training, arguments, curves, checkpoints, order, held)
     stopped = None
     try:
@@ -174,15 +175,19 @@ def put_trained(model: PreTrainedModel, spec: TrainSpec, run: RunFolder, key: st
     best = checkpoints_of(run, key).best(spec.metric)
     if best is None:
         raise UserError(f"{run.training} holds no whole checkpoint", "--force to train anew")
-    learned = {name: tensor for found in trained_tensors(best.folder) for name, tensor in found.items()}
+    parameters = dict(model.named_parameters())
+    learned: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for found in trained_tensors(best.folder):
+            for name in found.keys() & parameters.keys():  # as they come: a whole model is not held twice
+                parameters[name].copy_(found.pop(name))
+            learned |= found
     if spec.learned_scales:
         fix_scales(model, learned)
     if spec.lora is not None:
         merge_lora(model, spec.lora, learned)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in learned.items():
-            parameters[name].copy_(tensor)
+    if learned:
+        raise ValueError(f"{best.folder} has trained {len(learned)} parameters more, first {next(iter(learned))}")
 
 
 def _make_trainable(training: Training) -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from halfbyte.quant.curves import Curves, Diverged
 from halfbyte.quant.learned_scales import scales_fault
+from halfbyte.quant.sharding import is_sharded, sharded_tensors
 from halfbyte.quant.teacher_logits import StoredLogits
 from halfbyte.quant.top_k import TopK, top_k_divergence
 from halfbyte.quant.training_rows import IGNORED
@@ -269,6 +270,8 @@ def load_trained(model: nn.Module, folder: Path) -> None:
 
 
 def trained_tensors(folder: Path) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a checkpoint by name, a file at a time."""
+    """The tensors of a checkpoint by name, a file at a time; of a sharded one each by itself."""
+    if is_sharded(folder):
+        yield from sharded_tensors(folder)
     for path in sorted(folder.glob(TRAINED_FILES.format(suffix="*"))):
         yield load_file(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,17 @@ def kill_at(number: int) -> None:
         (whole, "replace_folder"),
         (whole.shutil, "rmtree"),
     ]
-    for owner, name in owners:
 
-        def counted(*args: Any, real: Any = getattr(owner, name), **kwargs: Any) -> Any:
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             if next(moments) == number:
                 kill()
             return real(*args, **kwargs)
 
-        setattr(owner, name, counted)
+        return counted
+
+    for owner, name in owners:
+        setattr(owner, name, watched(getattr(owner, name)))
 
 
 @pytest.fixture(scope="module")
