@@ -401,4 +401,6 @@ def _fidelity(record: FidelityRecord, baseline: ModelSummary, candidate: ModelSu
         ratio=perplexities[1] / perplexities[0],
         ratio_interval=found
         and Interval(math.exp(found.low), math.exp(found.high), found.level, "paired bootstrap over windows"),
+        text_digest=record.text_digest,
+        sums=record.windows,
     )

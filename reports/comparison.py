@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from halfbyte.records.errors import UserError
+from halfbyte.records.fidelity import Window
 from halfbyte.records.files import read_as
 from halfbyte.records.record import Fingerprint, Health, MemoryKind, ModelSummary
 from halfbyte.records.training import TrainingRecord, TrainingStep, ValidationStep
@@ -163,6 +164,9 @@ class FidelityResult(_Strict):
     """Candidate's perplexity over the baseline's; lower is better."""
     ratio_interval: Interval | None
     judgement: Judgement | None = None
+    text_digest: str = ""
+    sums: list[Window] = Field(default_factory=list)
+    """Of each window, what the figures above are made of."""
 
 
 class Layer(_Strict):
@@ -231,6 +235,25 @@ class Gain(_Strict):
     """Two-sided, adjusted for all tasks of this candidate (Holm); None where nothing varies."""
     says: Literal["better", "worse", "no difference shown"]
     """better, worse: beyond chance, at 5 % for all tasks together."""
+
+
+class FidelityGain(_Strict):
+    """How a trained candidate's fidelity compares with that of PTQ, window by window of one text."""
+
+    text: str
+    windows: int
+    ptq_kl: float
+    trained_kl: float
+    kl_share: float | None
+    """Trained over PTQ's; below 1 where training brought the candidate nearer to the baseline."""
+    kl_change: float
+    """Trained minus PTQ's, nats a token."""
+    kl_interval: Interval | None
+    """Of the change."""
+    perplexity_ratio: float
+    """Trained over PTQ's."""
+    perplexity_interval: Interval | None
+    """Of that ratio."""
 
 
 class SeedFigure(_Strict):
@@ -341,6 +364,9 @@ class Comparison(_Strict):
     """None where nothing was trained, or its run is not at hand."""
     gains: list[Gain] = Field(default_factory=list)
     """What training changed, where the same model after PTQ alone is a candidate of the same report."""
+
+    fidelity_gain: FidelityGain | None = None
+    """The same of its fidelity, where both were measured on one text."""
 
     @property
     def method(self) -> Method:

@@ -35,7 +35,7 @@ from halfbyte.reports.tables import (
     seeds_table,
     set_metrics_table,
 )
-from halfbyte.reports.training import gains_tables, training_line, training_table
+from halfbyte.reports.training import gains_tables, training_lines, training_table
 
 
 def render_html(comparisons: Sequence[Comparison]) -> str:
@@ -74,9 +74,7 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
         curves=curves,
         training=training_table(comparisons),
         training_lines=[
-            training_line(one.training, label)
-            for label, one in zip(names, comparisons, strict=True)
-            if one.training is not None
+            line for label, one in zip(names, comparisons, strict=True) for line in training_lines(one, label)
         ],
         gains=gains_tables(comparisons),
         whole_sets=set_metrics_table(comparisons),

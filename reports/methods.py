@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
 from halfbyte.records.errors import UserError
+from halfbyte.reports.bootstrap import ratio_interval
 from halfbyte.reports.compare import Folders, record_folders
 from halfbyte.reports.comparison import (
     EXIT_CODES,
     Comparison,
     ComparisonFile,
+    FidelityGain,
     FidelityResult,
     Gain,
     Method,
@@ -137,8 +140,38 @@ def with_gains(comparisons: Sequence[Comparison], folders: Sequence[Folders]) ->
         if one.training is None or len(plain) != 1:
             found.append(one)
         else:
-            found.append(one.model_copy(update={"gains": _gains(one, folders[plain[0]], theirs)}))
+            ptq = comparisons[plain[0]]
+            gains = {"gains": _gains(one, folders[plain[0]], theirs), "fidelity_gain": _fidelity_gain(ptq, one)}
+            found.append(one.model_copy(update=gains))
     return found
+
+
+def _fidelity_gain(ptq: Comparison, trained: Comparison) -> FidelityGain | None:
+    before, after = ptq.fidelity, trained.fidelity
+    if before is None or after is None or not before.sums:
+        return None
+    asked = [
+        (one.text_digest, one.window, one.dtype, [window.tokens for window in one.sums]) for one in (before, after)
+    ]
+    if asked[0] != asked[1]:
+        return None
+    alpha = trained.policy.alpha if trained.policy else ALPHA
+    pairs = list(zip(before.sums, after.sums, strict=True))
+    tokens = [float(one.tokens) for one, _ in pairs]
+    kl = ratio_interval([two.kl - one.kl for one, two in pairs], tokens, alpha)
+    nll = ratio_interval([two.candidate_nll - one.candidate_nll for one, two in pairs], tokens, alpha)
+    method = "paired bootstrap over windows"
+    return FidelityGain(
+        text=after.text,
+        windows=len(pairs),
+        ptq_kl=before.kl,
+        trained_kl=after.kl,
+        kl_share=after.kl / before.kl if before.kl > 0 else None,
+        kl_change=after.kl - before.kl,
+        kl_interval=kl and Interval(kl.low, kl.high, kl.level, method),
+        perplexity_ratio=after.candidate_perplexity / before.candidate_perplexity,
+        perplexity_interval=nll and Interval(math.exp(nll.low), math.exp(nll.high), nll.level, method),
+    )
 
 
 def _gains(trained: Comparison, before: Folders, after: Folders) -> list[Gain]:

@@ -19,7 +19,7 @@ from halfbyte.reports.tables import (
     set_metrics_table,
     verdict_word,
 )
-from halfbyte.reports.training import gains_tables, training_line
+from halfbyte.reports.training import gains_tables, training_lines
 
 WIDTH = 110
 _SEEDS = (
@@ -43,8 +43,7 @@ def render_text(comparisons: Sequence[Comparison]) -> str:
             parts.append(f"{table.title}\n{aligned(table)}")
         if one.fidelity is not None:
             parts.append(wrapped(perplexity_line(one.fidelity, label)))
-        if one.training is not None:
-            parts.append(wrapped(training_line(one.training, label)))
+        parts += [wrapped(line) for line in training_lines(one, label)]
     others = [set_metrics_table(comparisons), *gains_tables(comparisons)]
     parts += [f"{table.title}\n{aligned(table)}" for table in others if table is not None]
     parts.append(wrapped(how_to_read(comparisons[0])))
@@ -102,8 +101,7 @@ def render_markdown(comparisons: Sequence[Comparison]) -> str:
             parts.append(piped(losses_table(one, label, baseline)))
         if one.fidelity is not None:
             parts.append(escaped(perplexity_line(one.fidelity, label)))
-        if one.training is not None:
-            parts.append(escaped(training_line(one.training, label)))
+        parts += [escaped(line) for line in training_lines(one, label)]
     others = [set_metrics_table(comparisons), *gains_tables(comparisons)]
     for table in (table for table in others if table is not None):
         parts += [f"## {escaped(table.title)}", piped(table)]

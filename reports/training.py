@@ -7,7 +7,7 @@ from pathlib import Path
 
 from halfbyte.records.training import TRAINING_FILE, TrainingRecord, load_training, read_curves
 from halfbyte.reports import figures
-from halfbyte.reports.comparison import Comparison, Training
+from halfbyte.reports.comparison import Comparison, FidelityGain, Training
 from halfbyte.reports.flips import spread_out
 from halfbyte.reports.statistics import holm
 from halfbyte.reports.tables import Table, labels
@@ -89,6 +89,26 @@ def training_line(training: Training, label: str) -> str:
         f"; {figures.count(record.overlap.found)} of {figures.count(record.overlap.questions)} evaluation questions "
         "overlap with its texts."
     )
+
+
+def fidelity_gain_line(gain: FidelityGain, label: str) -> str:
+    """What training did to fidelity, in one sentence."""
+    share = "" if gain.kl_share is None else f", {figures.share(gain.kl_share)} of it"
+    level = next((figures.level(one.level) for one in (gain.kl_interval, gain.perplexity_interval) if one), "")
+    return (
+        f"On {gain.text} the KL divergence from the baseline is {figures.figure(gain.trained_kl)} nats a token for "
+        f"{label}, and {figures.figure(gain.ptq_kl)} for PTQ{share}: a change of {figures.figure(gain.kl_change)} "
+        f"({level} interval {figures.interval(gain.kl_interval)}). Its perplexity is "
+        f"{figures.figure(gain.perplexity_ratio)} times PTQ's ({figures.interval(gain.perplexity_interval)})."
+    )
+
+
+def training_lines(one: Comparison, label: str) -> list[str]:
+    """All sentences on a candidate's training; none where it was not trained."""
+    if one.training is None:
+        return []
+    lines = [training_line(one.training, label)]
+    return lines if one.fidelity_gain is None else [*lines, fidelity_gain_line(one.fidelity_gain, label)]
 
 
 def gains_tables(comparisons: Sequence[Comparison]) -> list[Table]:

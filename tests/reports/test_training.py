@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from page_reader import page, written
-from record_factory import flipped, model, write_run, write_training
+from record_factory import fidelity, flipped, model, write_run, write_training
 
 from halfbyte.main import main
 from halfbyte.records.errors import UserError
@@ -22,7 +22,7 @@ from halfbyte.reports.evidence import compare_folders, run_folders
 from halfbyte.reports.html import render_html
 from halfbyte.reports.methods import comparison_file, with_gains
 from halfbyte.reports.policy import load_policy
-from halfbyte.reports.text import render_text
+from halfbyte.reports.text import render_markdown, render_text
 from halfbyte.reports.training import read_training
 
 BASELINE = flipped(2000, 1200, 0, 0)[0]
@@ -125,6 +125,34 @@ def test_where_training_won_or_harmed_is_said_with_intervals(runs: list[Path]) -
     assert "NVFP4 QAD: training made it better than PTQ beyond chance" in text
     assert "mmlu (-0.0600 acc, interval -0.0" in text
     assert "NVFP4 QAT: 3 of 2,000 evaluation questions share a run of words with the training texts" in text
+
+
+def test_fidelity_is_compared_with_ptqs_window_by_window(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    for name, factor in (("ptq", 1.3), ("qad", 1.1)):
+        of = summary(name)
+        run = write_run(tmp_path / name, scores(200), of=of, baseline_values=BASELINE, task="mmlu")
+        record = fidelity(factor=factor, candidate=of)
+        if name == "qad":
+            record.windows = [
+                window.model_copy(update={"kl": window.kl * (0.3 + i % 2 / 10)})
+                for i, window in enumerate(record.windows)
+            ]
+            record.kl = sum(window.kl for window in record.windows) / record.tokens
+        record.save(run.fidelity(of.digest) / "key")
+    write_training(run.training)
+    found = reported([tmp_path / "ptq", tmp_path / "qad"])
+    assert found[0].fidelity_gain is None
+    gain = found[1].fidelity_gain
+    assert gain is not None
+    assert gain.kl_interval is not None
+    assert gain.perplexity_interval is not None
+    assert gain.kl_share == pytest.approx(0.35, abs=0.02)
+    assert gain.kl_interval.low < gain.kl_change < gain.kl_interval.high < 0
+    assert gain.perplexity_ratio == pytest.approx(1.1 / 1.3)
+    assert (gain.perplexity_interval.low, gain.perplexity_interval.high) == pytest.approx((1.1 / 1.3, 1.1 / 1.3))
+    line = f"a change of {gain.kl_change:.4f} (90% interval {gain.kl_interval.low:.4f} to {gain.kl_interval.high:.4f})"
+    for text in (render_text(found), render_markdown(found), render_html(found)):
+        assert line in " ".join(text.split())
 
 
 def test_training_that_changes_nothing_beyond_chance_claims_nothing(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
