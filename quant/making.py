@@ -75,15 +75,13 @@ class Making:
                 require_same_vocabulary(model, self.tokenizer)
             with timed(seconds, "digest"):  # what loading left of it
                 hashed.result()
-        if not self.processes.leads:
-            self.processes.wait()
-        if ptq.has_calibration(run.calibration, job.key):
+        known = ptq.has_calibration(run.calibration, job.key)
+        self.processes.wait()  # until all have looked, before one writes it
+        if known:
             logger.info("calibration: done already")
             with timed(seconds, "restore calibration"):
                 state = ptq.load_calibration(model, run.calibration)
             self.data, seconds["calibrate"] = state["data"], state["seconds"]
-            if self.processes.leads:
-                self.processes.wait()
             return model
         texts: list[str] = []
         for entry in spec.sources:
@@ -96,10 +94,11 @@ class Making:
             tokens_per_row=spec.length * spec.batch_size,
             pack=calibration.packs_exactly(model),
         )
-        with timed(seconds, "calibrate"):
+        with timed(seconds, "calibrate"):  # in all processes: ModelOpt takes the largest range of all, and waits for them
             ptq.calibrate(model, job.config, loop)
-        with timed(seconds, "keep calibration"):
-            ptq.save_calibration(model, run.calibration, job.key, data=self.data, seconds=seconds["calibrate"])
+        if self.processes.leads:
+            with timed(seconds, "keep calibration"):
+                ptq.save_calibration(model, run.calibration, job.key, data=self.data, seconds=seconds["calibrate"])
         self.processes.wait()
         return model
 

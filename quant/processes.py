@@ -29,6 +29,9 @@ class Processes:
         if self.count > 1:
             from accelerate import PartialState
 
+            from halfbyte.quant.sharding import shard_by_default
+
+            shard_by_default()
             self._state = PartialState(cpu=device.type == "cpu", timeout=_PATIENCE)
             self.device = self._state.device
 
