@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.quant import compiled
 from halfbyte.quant.backend import register
 from halfbyte.quant.elements import E2M1_BITS, E4M3_BITS, E8M0_BITS
 from halfbyte.quant.layouts import FP8, Activations
@@ -33,6 +34,7 @@ def prepare(device: torch.device) -> None:
     if device.type == "cuda":
         from modelopt.torch.quantization.extensions import get_cuda_ext_fp8
 
+        compiled.register()
         with quiet_upstream():
             get_cuda_ext_fp8()  # built and announced on stdout at its first use, which is later than this block
 
@@ -94,6 +96,8 @@ def _configure(
     quantizer.set_from_attribute_config({**attributes, "enable": True})
     if scale is not None:
         quantizer.amax = amax_of_scale(scale.float().reshape(()).to(device), largest)
+    if device.type == "cuda":
+        quantizer.backend = compiled.BACKEND
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:

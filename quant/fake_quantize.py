@@ -31,7 +31,7 @@ from halfbyte.quant.elements import (
 )
 from halfbyte.quant.reciprocal import reciprocal
 
-_NVFP4_TINY_SCALE = 1e-5
+NVFP4_TINY_SCALE = 1e-5
 """NVFP4's dynamic kernel takes 1 for a block scale below this, which makes most such blocks zero."""
 _FP8_TINY_AMAX = 2.0**-24
 """The FP8 kernels take 1 for an amax up to this."""
@@ -121,12 +121,19 @@ def _e2m1_special_(magnitude: Tensor, x: Tensor) -> Tensor:
     return torch.where(x.isnan(), -1.0, x)
 
 
+def nvfp4_to_e4m3(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 scalars, where amax is: what takes a block's amax to its E4M3 scale, and what that then scales by."""
+    scale_2 = amax.amax().float() / (E2M1_MAX * E4M3_MAX)
+    scale_2 = torch.where(scale_2 > 0, scale_2, 1e-12)
+    return reciprocal(scale_2 * E2M1_MAX), scale_2
+
+
 @lru_cache(maxsize=4096)
-def _nvfp4_scales(scale_2: float, device: torch.device) -> tuple[float, Tensor, Tensor]:
-    """What takes a block's amax to its E4M3 scale; what the E4M3 codes then scale by, and the reciprocals of that."""
+def _nvfp4_scales(scale_2: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the E4M3 codes scale by, and the reciprocals of that."""
     scales = e4m3_table(device) * scale_2
-    scales = torch.where(scales >= _NVFP4_TINY_SCALE, scales, 1.0)
-    return float(reciprocal(torch.tensor(scale_2) * E2M1_MAX)), scales, reciprocal(scales)
+    scales = torch.where(scales >= NVFP4_TINY_SCALE, scales, 1.0)
+    return scales, reciprocal(scales)
 
 
 def _nvfp4_fake_(magnitude: Tensor, x: Tensor, special: bool, scale: Tensor, scales: Tensor, inverse: Tensor) -> Tensor:
@@ -150,8 +157,8 @@ def nvfp4_fake_quantize(x: Tensor, amax: Tensor) -> Tensor:
         x: Activations or weights; a last block that is not full is filled with zeros.
         amax: float32, the calibrated largest magnitude; blocks above it saturate.
     """
-    scale_2 = float(amax.amax().float() / (E2M1_MAX * E4M3_MAX))
-    to_e4m3, scales, inverse = _nvfp4_scales(scale_2 if scale_2 > 0 else 1e-12, x.device)
+    to_e4m3, scale_2 = map(float, nvfp4_to_e4m3(amax))
+    scales, inverse = _nvfp4_scales(scale_2, x.device)
 
     def blocks(x: Tensor) -> Tensor:
         magnitude = x.abs().float()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from halfbyte.quant.compiled import dequantize_fp8, dequantize_nvfp4
 from halfbyte.quant.layouts import Storage
 from halfbyte.quant.numerics import (
     FP8,
@@ -66,14 +67,16 @@ def _values(storage: Storage, codes: Tensor, scale: Tensor, scale_2: Tensor | No
     if storage == "nvfp4" and scale_2 is not None:
         wide = 2 * codes.shape[-1] // scale.shape[-1] // NVFP4_BLOCK
         scale = scale if wide == 1 else scale.view(torch.uint8).repeat_interleave(wide, dim=-1).view(scale.dtype)
-        return nvfp4_dequantize(NVFP4(codes, scale, scale_2.reshape(())), dtype)
+        weight = NVFP4(codes, scale, scale_2.reshape(()))
+        return dequantize_nvfp4(lambda: nvfp4_dequantize(weight, dtype), *weight, dtype)
     if storage == "mxfp4":
         return mxfp4_dequantize(MXFP4(codes, scale.view(torch.uint8)), dtype)
     if storage == "mxfp8":
         return mxfp8_dequantize(MXFP8(codes, scale.view(torch.uint8)), dtype)
     if storage == "fp8_block" and scale.numel() > 1:
         return fp8_block_dequantize(codes, scale.float(), dtype)
-    return fp8_dequantize(FP8(codes, scale.float()), dtype)
+    rows = FP8(codes, scale.float())
+    return dequantize_fp8(lambda: fp8_dequantize(rows, dtype), *rows, dtype)
 
 
 class Packed(nn.Module):
