@@ -40,6 +40,12 @@ def smollm2() -> Path:
     return _named_folder("HALFBYTE_SMOLLM2")
 
 
+@pytest.fixture(scope="session")
+def inhouse() -> Path:
+    """The folder of the in-house model that tests/make_inhouse.py makes ($HALFBYTE_INHOUSE)."""
+    return _named_folder("HALFBYTE_INHOUSE")
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder for halfbyte."""
