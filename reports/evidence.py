@@ -8,7 +8,7 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -27,6 +27,7 @@ from halfbyte.reports.published import beside, published_table
 from halfbyte.reports.training import read_training
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T", FidelityRecord, CanaryRecord)
 _HEADER_LENGTH = 8  # bytes of a safetensors file that say how long its header is
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 
@@ -126,19 +127,25 @@ def find_evidence(baseline: Path, candidate: Path) -> Evidence:
     places = [candidate]
     for digest in sorted(theirs):
         places += [run.fidelity(digest), run.canary(digest)]
-    fidelity = canary = None
+    fidelity: list[FidelityRecord] = []
+    canary: list[CanaryRecord] = []
     for place in places:
         for path in sorted(place.rglob(FIDELITY_FILE)):
             record = load_fidelity(path.parent)
             if record.baseline.digest in ours and record.candidate.digest in theirs:
-                fidelity = fidelity or record
+                fidelity.append(record)
             else:
                 logger.warning("%s is of other models than those compared and is left out", path)
         for path in sorted(place.rglob(CANARY_FILE)):
             seen = load_canary(path.parent)
             if seen.baseline_digest in ours and seen.candidate.digest in theirs:
-                canary = canary or seen
-    return Evidence(fidelity, canary, run if manifest is not None else None)
+                canary.append(seen)
+    return Evidence(_newest(fidelity), _newest(canary), run if manifest is not None else None)
+
+
+def _newest(records: list[T]) -> T | None:
+    """Of several, such as of an earlier text, the one that was made last."""
+    return max(records, key=lambda one: one.created, default=None)
 
 
 def _models(folder: Path) -> dict[str, ModelSummary]:

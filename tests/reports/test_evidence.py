@@ -73,6 +73,17 @@ def test_a_run_folder_brings_fidelity_manifest_layers_and_the_published_table(ru
     assert [table.id for table in found.published] == ["trtllm_ci_mmlu"]
 
 
+def test_of_several_fidelity_records_the_newest_is_reported(run_folder: RunFolder) -> None:
+    place = run_folder.fidelity(model("NVFP4").digest)
+    for name, day, text in (("0", 3, "newest"), ("1", 2, "older"), ("z", 1, "oldest")):
+        record = fidelity()
+        record.created, record.text = f"2026-11-0{day}T12:00:00+00:00", text
+        record.save(place / name)
+    found = compare_folders(*run_folders(run_folder), None).fidelity
+    assert found is not None
+    assert found.text == "newest"
+
+
 def test_a_failed_canary_in_the_run_folder_makes_the_gate_an_anomaly(run_folder: RunFolder) -> None:
     CanaryRecord(
         created="2026-11-01T00:00:00+00:00",
