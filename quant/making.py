@@ -94,7 +94,7 @@ class Making:
             tokens_per_row=spec.length * spec.batch_size,
             pack=calibration.packs_exactly(model),
         )
-        with timed(seconds, "calibrate"):  # in all processes: ModelOpt takes the largest range of all, and waits for them
+        with timed(seconds, "calibrate"):  # in all processes: ModelOpt takes the largest range and waits for all
             ptq.calibrate(model, job.config, loop)
         if self.processes.leads:
             with timed(seconds, "keep calibration"):
