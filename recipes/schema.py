@@ -133,8 +133,7 @@ class FidelitySpec(Strict):
 class CanarySpec(Strict):
     """A few prompts through the checkpoint before hours are spent on it; what fails here is broken, not a bit worse.
 
-    Both models are loaded in this process for it, and for fidelity, whatever the backend: where they do not fit, leave
-    both out.
+    For it and for fidelity the models are loaded in this process whatever the backend, one after the other.
     """
 
     max_kl: float = Field(default=2.0, gt=0)
