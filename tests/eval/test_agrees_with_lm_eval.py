@@ -25,6 +25,8 @@ from halfbyte.records.record import load_record, read_samples
 
 pytestmark = pytest.mark.real
 
+MODELS = ("smollm2", "inhouse")
+"""Fixtures that name the folders of those that are there."""
 TASKS = {
     "arc_easy": TaskSpec(task="arc_easy", limit=20),
     "arc_challenge": TaskSpec(task="arc_challenge", limit=12),
@@ -49,9 +51,9 @@ Answers = dict[tuple[Any, ...], dict[str, Any]]
 """lm-eval's sample rows, ours in its form, by filter and doc_id."""
 
 
-@pytest.fixture(scope="module")
-def loaded(smollm2: Path) -> Loaded:
-    return load(ModelSpec(id=str(smollm2)), device="cpu")
+@pytest.fixture(scope="module", params=MODELS)
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    return load(ModelSpec(id=str(request.getfixturevalue(request.param))), device="cpu")
 
 
 def _ours(loaded: Loaded, spec: TaskSpec, data_root: Path, folder: Path) -> Answers:
@@ -166,7 +168,7 @@ def measure_in_bfloat16(
     return found
 
 
-@pytest.fixture(scope="module", params=["smollm2", "inhouse"])
+@pytest.fixture(scope="module", params=MODELS)
 def measured(request: pytest.FixtureRequest, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """On a GPU, for each real model that is there."""
     folder: Path = request.getfixturevalue(request.param)
