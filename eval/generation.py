@@ -20,9 +20,10 @@ from torch import Tensor
 from halfbyte.eval.backend import Stop
 from halfbyte.eval.decoding import Decoder, rounded
 from halfbyte.eval.sampling import Dice
-from halfbyte.eval.scorer import BUDGETS, alike, attention_window, depends_on_length
+from halfbyte.eval.scorer import BUDGETS
 from halfbyte.eval.sharing import Batch, Request, Row, plan
 from halfbyte.eval.slots import Layers, Prefill, bytes_a_token, own_attention, running, shapes_of
+from halfbyte.eval.trial import alike, attention_window, depends_on_length
 
 logger = logging.getLogger(__name__)
 

@@ -39,27 +39,38 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
+def positions_of(rows: Sequence[Row], prefix: int, layout: Layout) -> Tensor:
+    """Of each token in the text it belongs to, int64 in the shape of the layout; branches all begin behind the context.
+
+    Padding is at 0, which every model has.
+    """
+    positions = torch.zeros(layout.ids.shape, dtype=torch.long)
+    for row, (sequence, start) in zip(rows, layout.starts, strict=True):
+        parts = [range(prefix, len(row.context))]
+        parts += [range(len(row.context), len(row.context) + len(branch)) for branch in row.branches]
+        found = [at for part in parts for at in part]
+        positions[sequence, start : start + len(found)] = torch.tensor(found)
+    return positions
+
+
 def masked(model: Any, rows: Sequence[Row], prefix: int, layout: Layout) -> dict[str, Tensor]:
     """Positions and mask under which a token sees the prefix, the context of its row, and its own branch up to itself.
 
     Needed where a row has several branches or a sequence several rows.
     """
     shape, device = layout.ids.shape, model.device
-    positions = torch.zeros(shape, dtype=torch.long)  # 0 for padding: any that the model has
     number = torch.zeros(shape, dtype=torch.long)  # of the row
     owner = torch.zeros(shape, dtype=torch.long)  # 0: the context; else the number of the branch
     for at, (row, (sequence, start)) in enumerate(zip(rows, layout.starts, strict=True)):
         end = start + len(row.context) - prefix
-        positions[sequence, start:end] = torch.arange(prefix, len(row.context))
         number[sequence, start : end + sum(map(len, row.branches))] = at
         for branch_number, branch in enumerate(row.branches, start=1):
-            span = slice(end, end + len(branch))
-            owner[sequence, span] = branch_number
-            positions[sequence, span] = len(row.context) + torch.arange(len(branch))
-            end = span.stop
+            owner[sequence, end : end + len(branch)] = branch_number
+            end += len(branch)
     number, owner = number.to(device), owner.to(device)
     seen = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])
     seen &= number[:, None, :] == number[:, :, None]
     seen &= torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).tril()
     seen = torch.nn.functional.pad(seen, (prefix, 0), value=True)
-    return {"position_ids": positions.to(device), "attention_mask": additive(seen, model.dtype)[:, None]}
+    positions = positions_of(rows, prefix, layout).to(device)
+    return {"position_ids": positions, "attention_mask": additive(seen, model.dtype)[:, None]}

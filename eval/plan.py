@@ -15,8 +15,9 @@ from halfbyte.eval.hf import HFDescription
 from halfbyte.eval.lm import JournaledLM
 from halfbyte.eval.questions import Questions
 from halfbyte.eval.resolve import quiet_lm_eval
-from halfbyte.eval.scorer import BUDGETS, depends_on_length
+from halfbyte.eval.scorer import BUDGETS
 from halfbyte.eval.sharing import Batch, Request, plan
+from halfbyte.eval.trial import depends_on_length
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.errors import UserError
 from halfbyte.records.record import RECORD_FILE, EvaluationRecord, load_record

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -13,8 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.eval.layout import lay_out, masked
+from halfbyte.eval import cascade
+from halfbyte.eval.cascade import PackedRows, without_plans
+from halfbyte.eval.layout import Layout, lay_out, masked, positions_of
+from halfbyte.eval.prefix import cached, for_rows, layers_of
 from halfbyte.eval.sharing import Batch, Request, Row, plan
+from halfbyte.eval.slots import running
+from halfbyte.eval.trial import attention_window, cascades_exactly, shares_exactly
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +47,19 @@ class PrefixScorer:
         self.budget = budget or BUDGETS[model.device.type]
         self._window = attention_window(model.config)
         self._prefix: tuple[tuple[int, ...], Any] | None = None
+        """The last prefix, with its cache or, for a cascade, the keys and values of its layers."""
         self._most: int | None = None
         """Tokens, cached ones included, that have fitted into memory since it was too little once."""
 
     @cached_property
     def shares(self) -> bool:
         """Whether prompts may be shared, tried at the first plan: what only generates never asks."""
-        return _shares_exactly(self.model)
+        return shares_exactly(self.model)
+
+    @cached_property
+    def cascades(self) -> bool:
+        """Whether packed rows need no mask, tried at the first of them."""
+        return self._window is None and cascade.takes(self.model) and cascades_exactly(self.model)
 
     def plan(self, requests: list[Request]) -> list[Batch]:
         """Fixed batches of the requests; each is one call of `score`.
@@ -76,7 +85,8 @@ class PrefixScorer:
         while waiting:
             rows = waiting.pop()
             try:
-                answers.update(self._forward(requests, batch.prefix, rows, packed=batch.packed))
+                with without_plans(self.model.device):
+                    answers.update(self._forward(requests, batch.prefix, rows, packed=batch.packed))
                 continue
             except torch.OutOfMemoryError:
                 if len(rows) == 1:
@@ -99,12 +109,6 @@ class PrefixScorer:
         self, requests: list[Request], prefix: int, rows: list[Row], *, packed: bool
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
         layout = lay_out(rows, prefix, packed=packed)
-        options: dict[str, Any] = {"use_cache": False}
-        if prefix:
-            cache = self._cache(rows[0].context[:prefix], len(layout.ids))
-            options = {"use_cache": True, "past_key_values": cache}
-        if packed or any(len(row.branches) > 1 for row in rows):
-            options |= masked(self.model, rows, prefix, layout)
         spots = [
             (sequence, start + spot - prefix)
             for row, (sequence, start) in zip(rows, layout.starts, strict=True)
@@ -112,13 +116,32 @@ class PrefixScorer:
             for spot in spots
         ]
         targets = [token for row in rows for member in row.members for token in requests[member].continuation]
-        log_probs, greedy = self._at(layout.ids, options, spots, targets)
+        with self._options(rows, prefix, layout, packed=packed) as options:
+            log_probs, greedy = self._at(layout.ids, options, spots, targets)
         done = 0
         for row in rows:
             for member in row.members:
                 part = slice(done, done + len(requests[member].continuation))
                 done = part.stop
                 yield member, (float(log_probs[part].sum()), bool(greedy[part].all()))
+
+    @contextmanager
+    def _options(self, rows: list[Row], prefix: int, layout: Layout, *, packed: bool) -> Iterator[dict[str, Any]]:
+        """What the model is called with beside the tokens."""
+        context, device = rows[0].context[:prefix], self.model.device
+        if packed and self.cascades:
+            layers = self._kept(context, layers_of) if prefix else {}
+            with running(self.model, PackedRows(rows, layers, prefix, device)) as cache:
+                positions = positions_of(rows, prefix, layout).to(device)
+                yield {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+            return
+        options: dict[str, Any] = {"use_cache": False}
+        if prefix:
+            cache = for_rows(self._kept(context, cached), len(layout.ids))
+            options = {"use_cache": True, "past_key_values": cache}
+        if packed or any(len(row.branches) > 1 for row in rows):
+            options |= masked(self.model, rows, prefix, layout)
+        yield options
 
     def _at(
         self, ids: Tensor, options: dict[str, Any], spots: list[tuple[int, int]], targets: list[int]
@@ -139,32 +162,12 @@ class PrefixScorer:
             greedy.append(rows.argmax(-1) == target[part])
         return torch.cat(log_probs).double().cpu(), torch.cat(greedy).cpu()
 
-    def _cache(self, prefix: tuple[int, ...], rows: int) -> Any:
-        """The prefix's keys and values for each row: views, which a forward pass copies and does not change."""
+    def _kept(self, prefix: tuple[int, ...], of: Callable[[Any, tuple[int, ...]], Any]) -> Any:
+        """What `of` gives for the model and a prefix, computed once for batches that follow each other."""
         if self._prefix is None or self._prefix[0] != prefix:
             self._prefix = None  # freed before the next one is made
-            self._prefix = prefix, _cached(self.model, prefix)
-        return _for_rows(self._prefix[1], rows)
-
-
-def _cached(model: Any, prefix: tuple[int, ...]) -> Any:
-    """The keys and values of a prefix."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=model.config)
-    ids = torch.tensor([prefix], device=model.device)
-    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache
-
-
-def _for_rows(cache: Any, rows: int) -> Any:
-    """A cache of one row as one of several: views, which a forward pass copies and does not change."""
-    cache = copy.copy(cache)
-    cache.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in cache.layers:
-        layer.keys = layer.keys.expand(rows, -1, -1, -1)
-        layer.values = layer.values.expand(rows, -1, -1, -1)
-    return cache
+            self._prefix = prefix, of(self.model, prefix)
+        return self._prefix[1]
 
 
 @contextmanager
@@ -190,97 +193,7 @@ def _hidden_states_at(model: Any, rows: Tensor, positions: Tensor) -> Iterator[l
             handle.remove()
 
 
-_WINDOWS = ("sliding_window", "window_size", "attention_window", "local_attention")
-
-
-def attention_window(config: Any) -> int | None:
-    """The length of a model's shortest attention window; None where every layer sees everything."""
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    if kinds is not None and all(kind == "full_attention" for kind in kinds):
-        return None
-    if not getattr(text, "use_sliding_window", True):
-        return None
-    found = [getattr(text, name, None) for name in _WINDOWS]
-    return min((int(window) for window in found if isinstance(window, int) and window > 0), default=None)
-
-
 def _too_long(batch: Batch, window: int) -> bool:
     """Whether a batch needs a mask of its own, which knows no window, for rows that are longer than one."""
     has_mask = batch.packed or any(len(row.branches) > 1 for row in batch.rows)
     return has_mask and any(row.length >= window for row in batch.rows)
-
-
-def depends_on_length(config: Any) -> str | None:
-    """What makes a model's answer for a token depend on the rest of its batch or on how the text is cut; else None."""
-    text = config.get_text_config()
-    if getattr(text, "attention_chunk_size", None):
-        return "chunked attention"
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    found = {str(kind.get("rope_type", kind.get("type", ""))) for kind in kinds}
-    return next((f"{name} rotary positions" for name in ("longrope", "dynamic") if name in found), None)
-
-
-def _shares_exactly(model: Any) -> bool:
-    """Whether the model reads a prefix from a cache and keeps branches apart.
-
-    What is known not to is refused; the rest is tried on a few tokens. Models with recurrent layers, or with an
-    attention that takes no mask of its own, do not.
-    """
-    reason = depends_on_length(model.config)
-    if reason is None and "position_ids" not in inspect.signature(model.forward).parameters:
-        reason = f"{type(model).__name__} takes no position_ids"  # as with ALiBi, which counts places in the row
-    # Rounded activations at the edge of two codes may differ on one text, and hardly on three.
-    reasons = [reason] if reason else [_try_sharing(model, seed) for seed in range(3)]
-    if None in reasons:
-        return True
-    logger.info("prompts are scored one by one: %s", reasons[0])
-    return False
-
-
-def alike(logits: Tensor, alone: Tensor) -> bool:
-    """Whether logits [vocabulary] are those of a pass alone, up to rounding.
-
-    By the mean of the differences: in bfloat16 the largest of 150,000 is far off in any model.
-    """
-    return float((logits - alone).square().mean().sqrt()) <= 0.2 * float(alone.std()) + 1e-6
-
-
-@torch.inference_mode()
-def _try_sharing(model: Any, seed: int) -> str | None:
-    """Why two rows with a cached prefix and two branches each differ from single forward passes; None: they do not."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    window = attention_window(model.config)
-    size = 12 if window is None or window > 5 * 12 else 1  # a row below is four times as long, and stays in a window
-    vocabulary = int(model.get_input_embeddings().num_embeddings)
-    draw = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocabulary, (8, size), generator=draw).tolist()
-    prefix = tuple(tokens[0])
-    rows = [
-        Row((*prefix, *tokens[1]), [tuple(tokens[2]), tuple(tokens[3])]),
-        Row((*prefix, *tokens[4], *tokens[5]), [tuple(tokens[6][: size // 2 + 1]), tuple(tokens[7][: size // 2])]),
-    ]
-    try:
-        cache = _cached(model, prefix)
-        if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-            return f"{type(model).__name__} caches more than keys and values"
-        alone = [
-            [model(torch.tensor([[*row.context, *branch]], device=model.device), use_cache=False).logits[0, -1].float()
-             for branch in row.branches]
-            for row in rows
-        ]  # fmt: skip
-        for packed in (False, True):
-            layout = lay_out(rows, size, packed=packed)
-            options = {"past_key_values": _for_rows(cache, len(layout.ids)), **masked(model, rows, size, layout)}
-            together = model(layout.ids.to(model.device), use_cache=True, **options).logits.float()
-            for row, logits, (sequence, start) in zip(rows, alone, layout.starts, strict=True):
-                end = start + len(row.context) - size - 1
-                for branch, expected in zip(row.branches, logits, strict=True):
-                    end += len(branch)
-                    if branch and not alike(together[sequence, end], expected):
-                        return f"{type(model).__name__} does not read them from a cache"
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
-        return f"a shared prefix fails: {error}"
-    return None

@@ -77,7 +77,7 @@ def test_what_is_recorded_is_what_the_model_was_fed(
 ) -> None:
     tokenizer = tokenizer_factory(add_bos=add_bos)
     seen = Seen(tiny_llama, monkeypatch)
-    monkeypatch.setattr("halfbyte.eval.scorer._shares_exactly", lambda _model: False)  # whole rows are seen
+    monkeypatch.setattr("halfbyte.eval.scorer.shares_exactly", lambda _model: False)  # whole rows are seen
     record, samples = evaluate(
         CHOICE, tokenizer=tokenizer, apply_chat_template=chat, system_prompt="Be brief." if chat else None
     )
