@@ -31,8 +31,8 @@ def share_inputs(model: nn.Module) -> int:
     """Lets sibling layers whose input quantizers are equal share their work, in place; no value changes.
 
     Siblings are layers below one parent module. Whether they read the same input is seen at each call: by the identity
-    of the tensor, which no layer between them changes in place. For inference only, with quantizers that stay as they
-    are.
+    of the tensor, which no layer between them changes in place. For quantizers that stay as they are; gradients are the
+    same bits too.
 
     Returns:
         How many quantizers may share another one's work.
@@ -79,5 +79,7 @@ def _identity(quantizer: Any) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
+    if tensor.is_meta:
+        return ""
     content = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()

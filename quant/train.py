@@ -18,6 +18,7 @@ from halfbyte.quant.batches import Held, InOrder, collate
 from halfbyte.quant.learned_scales import fix_scales, learn_scales
 from halfbyte.quant.lora import add_lora, merge_lora
 from halfbyte.quant.patches import transformers_as_they_are
+from halfbyte.quant.shared import share_inputs
 from halfbyte.quant.teacher_logits import StoredLogits
 from halfbyte.quant.training_texts import Examples
 from halfbyte.quant.upstream import quiet_upstream
@@ -130,6 +131,7 @@ def train(training: Training, run: RunFolder) -> TrainingRecord:
         logger.info("training: goes on from step %d of %d", last.step, steps)
     with quiet_upstream(), transformers_as_they_are():
         trainer = _trainer(training, arguments, curves, checkpoints, order, held)
+        share_inputs(training.model)  # now that ModelOpt has kept the quantizers' state
     stopped = None
     try:
         with quiet_upstream():

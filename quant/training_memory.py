@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from halfbyte.quant.lora import add_lora
+from halfbyte.quant.shared import share_inputs
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.training import TrainSpec
 
@@ -217,6 +218,7 @@ def build(
                 module.amax = torch.ones((), device=device)
         if spec.lora is not None:
             add_lora(model, spec.lora)
+        share_inputs(model)
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         teacher = make_model(compute).eval().requires_grad_(False) if teacher_here else None

@@ -81,3 +81,23 @@ def test_no_activation_is_kept_alive_after_a_forward_pass(preset: str) -> None:
     gc.collect()
     alive = [tuple(one.shape) for one in gc.get_objects() if isinstance(one, torch.Tensor) and tokens in one.shape]
     assert alive == []
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_the_same_bits_with_and_without_sharing(llama_factory: Any, checkpointing: bool) -> None:
+    found = []
+    for shares in (False, True):
+        model = llama_factory()
+        loop = calibration.forward_loop(sequences(), tokens_per_row=64, pack=True)
+        ptq.calibrate(model, configs.quant_config(spec()), loop)
+        ptq.share_scales(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        if shares:
+            assert share_inputs(model) == 6
+        ids = torch.randint(0, 384, (2, 24), generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
