@@ -18,18 +18,14 @@ def run(args: Namespace) -> int:
         overrides.append(f"model.id={json.dumps(args.model, ensure_ascii=False)}")  # quoted: 123 is a name too
     recipe = load_recipe(args.recipe, overrides)
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in the recipe should not
-    from halfbyte.stages import make_checkpoint
+    from halfbyte.stages import make_checkpoint, print_plan
 
     job = produce.prepare(recipe, args.device)
-    if args.dry_run or not args.quiet:
-        print(
-            f"{recipe.name}: {job.source.name}\n{job.plan}",
-            file=sys.stdout if args.dry_run and not args.json else sys.stderr,
-        )
     if args.dry_run:
-        if args.json:
-            print(dumps({"recipe": recipe.name, "model": job.source.name, **job.plan.as_dict()}), end="")
+        print_plan(job, as_json=args.json)
         return 0
+    if not args.quiet:
+        print(f"{recipe.name}: {job.source.name}\n{job.plan}", file=sys.stderr)
     folder = RunFolder(args.output)
     if not args.force:
         produce.require_own_folder(job, folder, force=False)  # before the lock makes the folder

@@ -58,13 +58,14 @@ def run(args: Namespace) -> int:
 
 
 def _print_plans(jobs: list[Job], *, as_json: bool) -> int:
+    from halfbyte.stages import plan_dict, plan_text
+
     if as_json:
-        plans = [{"recipe": job.recipe.name, "model": job.source.name, **job.plan.as_dict()} for job in jobs]
-        print(dumps(plans), end="")
+        print(dumps([plan_dict(job) for job in jobs]), end="")
         return 0
     for job in jobs:
         tasks = ", ".join(spec.task for spec in job.recipe.evaluate.tasks)
-        print(f"{job.recipe.name}: {job.source.name} on {job.device}\n{job.plan}\ntasks        {tasks}\n")
+        print(f"{plan_text(job)}\ntasks        {tasks}\n")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +24,55 @@ from halfbyte.records.canary import CANARY_FILE, CanaryRecord, load_canary
 from halfbyte.records.digests import cache_folder, value_digest
 from halfbyte.records.errors import Anomaly, UserError
 from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
+from halfbyte.records.files import dumps
 from halfbyte.records.manifest import package_versions
 from halfbyte.records.record import ModelSummary
 from halfbyte.sides import Side
 
 if TYPE_CHECKING:
     from halfbyte.quant.produce import Job
+    from halfbyte.quant.training_plan import TrainingPlan
     from halfbyte.records.run import RunFolder
 
 logger = logging.getLogger(__name__)
+
+
+def plan_training(job: Job) -> TrainingPlan | None:
+    """What a recipe's training will take, with the time of a step where there is a GPU that has the memory for one.
+
+    None for a recipe that does not train.
+    """
+    spec = job.recipe.train
+    if spec is None:
+        return None
+    from halfbyte.quant.training_plan import measure_step, training_plan
+
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    exported = job.plan.tensor_bytes
+    plan = training_plan(job.source, job.config, spec, device=job.device, exported=exported, devices=devices)
+    if job.device.type != "cuda" or devices > 1 or not plan.fits:
+        return plan  # on a CPU a step would take longer than the answer is worth
+    seconds, _ = measure_step(job.source, job.config, spec, job.device)
+    return replace(plan, seconds=seconds)
+
+
+def print_plan(job: Job, *, as_json: bool) -> None:
+    """Prints what a recipe would quantize and how it would train."""
+    print(dumps(plan_dict(job)) if as_json else f"{plan_text(job)}\n", end="")
+
+
+def plan_dict(job: Job) -> dict[str, Any]:
+    """What a recipe would quantize and how it would train, for JSON."""
+    training = plan_training(job)
+    found = {"recipe": job.recipe.name, "model": job.source.name, **job.plan.as_dict()}
+    return found if training is None else found | {"training": training.as_dict()}
+
+
+def plan_text(job: Job) -> str:
+    """The same to read."""
+    training = plan_training(job)
+    head = f"{job.recipe.name}: {job.source.name} on {job.device}\n{job.plan}"
+    return head if training is None else f"{head}\n{training}"
 
 
 def make_checkpoint(job: Job, folder: RunFolder, data_root: Path | None) -> ModelSummary:

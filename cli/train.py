@@ -31,16 +31,15 @@ def run(args: Namespace) -> int:
             "`halfbyte quantize` makes its checkpoint; `halfbyte recipes smollm2-135m-nvfp4-qad` prints a train block",
         )
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in the recipe should not
-    from halfbyte.stages import make_checkpoint
+    from halfbyte.stages import make_checkpoint, print_plan
 
     job = produce.prepare(recipe, args.device)
-    if leads and (args.dry_run or not args.quiet):
-        text = f"{recipe.name}: {job.source.name}\n{job.plan}"
-        print(text, file=sys.stdout if args.dry_run and not args.json else sys.stderr)
     if args.dry_run:
-        if args.json and leads:
-            print(dumps({"recipe": recipe.name, "model": job.source.name, **job.plan.as_dict()}), end="")
+        if leads:
+            print_plan(job, as_json=args.json)
         return 0
+    if leads and not args.quiet:
+        print(f"{recipe.name}: {job.source.name}\n{job.plan}", file=sys.stderr)
     folder = RunFolder(args.output or Path("runs") / recipe.name)
     if not args.force:
         produce.require_own_folder(job, folder, force=False)  # before the lock makes the folder
