@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halfbyte.quant.elements import E4M3_MAX, e2m1_round
 from halfbyte.quant.fake_quantize import nvfp4_static_fake_quantize
+from halfbyte.quant.writing import side_by_side
 from halfbyte.records.errors import UserError
 
 MODELOPT = "0.47"
@@ -86,6 +87,23 @@ def fused_once() -> Iterator[None]:
         yield
     finally:
         unified_export_hf.requantize_resmooth_fused_llm_layers = real
+
+
+@contextmanager
+def shards_side_by_side() -> Iterator[None]:
+    """Within the block, transformers' save_pretrained has its files of weights written by several threads.
+
+    It writes one after the other by itself, because safetensors once kept Python's lock while it wrote.
+    """
+    from transformers import modeling_utils
+
+    with side_by_side(modeling_utils.safe_save_file) as save:
+        real = modeling_utils.safe_save_file
+        modeling_utils.safe_save_file = save
+        try:
+            yield
+        finally:
+            modeling_utils.safe_save_file = real
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from halfbyte.quant.backend import register
 from halfbyte.quant.configs import methods
 from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, FP8_BLOCK, amax_of_scale
-from halfbyte.quant.patches import fused_once, unhurried_max
+from halfbyte.quant.patches import fused_once, shards_side_by_side, unhurried_max
 from halfbyte.quant.rounding import Unstable, kept_buffers, put_back, quantized_weights, round_in_place
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.digests import file_digests
@@ -38,8 +38,8 @@ _SMOOTHING = ("._pre_quant_scale", "._svdquant_lora_a", "._svdquant_lora_b")
 """Buffers of quantizers that a checkpoint holds in the type of what is kept."""
 _WEIGHTS_STAY = ("max", "mse", "local_hessian", "nvfp4_act_headroom")
 """Algorithms that change no weight."""
-_SHARD = "2GB"
-"""The most that a file of weights holds: files are hashed side by side, and what is kept passes through host memory."""
+_SHARD = "1GB"
+"""The most that a file of weights holds: several are written and hashed side by side, and pass through host memory."""
 
 
 def quantizers(model: nn.Module) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def export(
     weight_only = _is_mxfp4_weight_only(model)
     put_back(model, unstable)
     _cast_kept(model, dtype)
-    with quiet_upstream(), fused_once():
+    with quiet_upstream(), fused_once(), shards_side_by_side():
         export_hf_checkpoint(model, dtype=dtype, export_dir=folder, max_shard_size=_SHARD)
         tokenizer.save_pretrained(folder)
     if weight_only:

@@ -149,8 +149,13 @@ def sync_files(folder: Path) -> None:
     """Waits until the content of all files in a folder is on the disk."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Waits until the content of a file is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def replace_folder(whole: Path, final: Path) -> None:
