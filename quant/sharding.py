@@ -71,18 +71,19 @@ def sharded_tensors(folder: Path) -> Iterator[dict[str, Tensor]]:
     Args:
         folder: Of the checkpoint.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     trained = {
         name.removeprefix("optimizer.").removeprefix("state.").removesuffix(".exp_avg")
-        for name in dcp.FileSystemReader(folder / _OPTIMIZER).read_metadata().state_dict_metadata
+        for name in FileSystemReader(folder / _OPTIMIZER).read_metadata().state_dict_metadata
         if name.endswith(".exp_avg")
     }
-    reader = dcp.FileSystemReader(folder / _MODEL)
+    reader = FileSystemReader(folder / _MODEL)
     for key, found in reader.read_metadata().state_dict_metadata.items():
         name = key.removeprefix("model.")  # what accelerate wraps the state in
         if name in trained:
             known: Any = found
             target = {key: torch.empty(known.size, dtype=known.properties.dtype)}
-            dcp.load(target, storage_reader=dcp.FileSystemReader(folder / _MODEL), no_dist=True)
+            load(target, storage_reader=FileSystemReader(folder / _MODEL), no_dist=True)
             yield {name: target[key]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -23,7 +23,7 @@ Kind = Literal["weights", "gradients", "optimizer", "teacher", "quantized", "log
 KINDS: tuple[Kind, ...] = (
     "weights", "gradients", "optimizer", "teacher", "quantized", "logits", "activations", "gathered",
 )  # fmt: skip
-_SHARDED: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "teacher")
+_SHARDED: tuple[Kind, ...] = ("weights", "gradients", "optimizer")
 
 
 class Unpredictable(Exception):
@@ -62,12 +62,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         vocabulary: Width of logits.
         shapes: Of the weights: a tensor of such a shape made from another type is a weight cast.
-        devices: Among which FSDP divides weights, gradients and optimizer.
+        shares: Among how many devices FSDP divides a kind; kinds that are not named are whole.
     """
 
-    def __init__(self, vocabulary: int, shapes: Iterable[torch.Size], devices: int = 1) -> None:
+    def __init__(self, vocabulary: int, shapes: Iterable[torch.Size], shares: Mapping[Kind, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.vocabulary, self.shapes, self.devices = vocabulary, set(shapes), devices
+        self.vocabulary, self.shapes, self.shares = vocabulary, set(shapes), shares
         self.now: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self.peak: dict[Kind, int] = dict(self.now)
         self.optimizing = False
@@ -90,7 +90,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = dict(self.now)
 
     def _total(self, sizes: dict[Kind, int]) -> int:
-        return sum(size // self.devices if kind in _SHARDED else size for kind, size in sizes.items())
+        return sum(size // self.shares.get(kind, 1) for kind, size in sizes.items())
 
     def _free(self, entry: list[Any]) -> None:
         self.now[entry[1]] -= entry[0]
@@ -300,7 +300,10 @@ def count(step: Step, devices: int = 1) -> Memory:
         step: What build() made.
         devices: Among which FSDP divides the model; what it gathers is reckoned and not counted.
     """
-    counter = Counter(step.vocabulary, (parameter.shape for parameter in step.model.parameters()), devices)
+    shares: dict[Kind, int] = dict.fromkeys(_SHARDED, devices)
+    if step.spec.method == "qad":
+        shares["teacher"] = devices  # in qat it is for the validation alone, and whole
+    counter = Counter(step.vocabulary, (parameter.shape for parameter in step.model.parameters()), shares)
     for kind, module in (("weights", step.model), ("teacher", step.teacher)):
         for tensor in (*module.parameters(), *module.buffers()) if module is not None else ():
             counter.hold(tensor, cast(Kind, kind))
@@ -312,5 +315,5 @@ def count(step: Step, devices: int = 1) -> Memory:
         step.run(optimizer, counter)
     for hook in hooks:
         hook.remove()
-    shares = {kind: size // devices if kind in _SHARDED else size for kind, size in counter.peak.items()}
-    return Memory(**{**shares, "gathered": _gathered(step) if devices > 1 else 0})
+    sizes: dict[str, int] = {kind: size // shares.get(kind, 1) for kind, size in counter.peak.items()}
+    return Memory(**{**sizes, "gathered": _gathered(step) if devices > 1 else 0})

@@ -177,6 +177,8 @@ def training_plan(
     compute = compute_type(spec, device)
     size = device_memory(device) if capacity is None else capacity
     steps = steps_of(spec, rows or 0, devices) if spec.max_steps is not None or rows is not None else None
+    if devices > 1 and compute == torch.bfloat16:
+        spec = spec.model_copy(update={"weights_dtype": "float32"})  # accelerate keeps divided weights in it
     step = build(make_model, config, spec, torch.device("meta"), compute=compute, teacher_here=False)
     saved = 3 * sum(parameter.numel() * parameter.element_size() for parameter in step.trained())
     plan = TrainingPlan(spec, devices, steps, None, size, saved, exported, seconds)
@@ -203,6 +205,8 @@ def _changes(
     """What can be changed of a training that does not fit, with what each would take."""
 
     def changed(setting: str, number: int = devices, **fields: Any) -> Change:
+        if number > 1 and compute == torch.bfloat16:
+            fields["weights_dtype"] = "float32"
         memory = count_step(make_model, config, spec.model_copy(update=fields), compute=compute, devices=number)
         return Change(setting, memory.total, fits(memory, capacity))
 
@@ -215,7 +219,7 @@ def _changes(
             batch_size=1,
             gradient_accumulation=accumulated if accumulated < 2 else 2,  # more forward passes take no more memory
         )
-    if spec.weights_dtype == "float32":
+    if spec.weights_dtype == "float32" and devices == 1:
         yield changed("--set train.weights_dtype=bfloat16", weights_dtype="bfloat16")
     if spec.lora is None and not spec.learned_scales:
         yield changed("--set 'train.lora={rank: 16}'", lora=LoraSpec())

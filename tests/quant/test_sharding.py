@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ def train(folder: Path, processes: int, device: str, *changes: str) -> RunFolder
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+    (folder / "log.txt").write_text(done.stderr, encoding="utf-8")
     return run
 
 
@@ -42,6 +44,8 @@ def shapes(run: RunFolder) -> dict[str, tuple[torch.Size, torch.dtype]]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("method", ["qat", "qad"])
 def test_two_processes_train_as_one_does(method: str, device: str, tmp_path: Path, tiny_model_folder: Path) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     write_training(tmp_path, tiny_model_folder)
     changes = (f"train.method={method}", "train.dtype=float32", "train.gradient_accumulation=2")
     one, two = (train(tmp_path, processes, device, *changes) for processes in (1, 2))
@@ -66,6 +70,21 @@ def test_two_processes_train_as_one_does(method: str, device: str, tmp_path: Pat
     names = {name for found in sharded_tensors(best) for name in found}
     assert "model.layers.0.self_attn.q_proj.weight" in names
     assert not any("quantizer" in name for name in names)
+
+
+def test_a_divided_training_goes_on_from_its_checkpoint(tmp_path: Path, tiny_model_folder: Path) -> None:
+    write_training(tmp_path, tiny_model_folder)
+    run = train(tmp_path, 2, "cpu")
+    whole, best = read_curves(run.training), load_training(run.training)
+    shutil.rmtree(run.training / "checkpoints" / "step-8")
+    shutil.rmtree(run.checkpoint)
+    (run.training / "training.json").unlink()
+    again = train(tmp_path, 2, "cpu")
+    assert [(one.step, one.loss) for one in read_curves(again.training).steps] == [
+        (one.step, one.loss) for one in whole.steps
+    ]
+    assert load_training(again.training).best == best.best
+    assert "goes on from step 4 of 8" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
 
 def test_the_shipped_configuration_is_one_of_accelerate() -> None:
