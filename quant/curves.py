@@ -64,8 +64,9 @@ class Curves(TrainerCallback):
         """Since training began, in all processes that had a part in it."""
         return self.before + time.monotonic() - self.began
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:  # noqa: ARG002
+    def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
         """A logged step."""
+        logs: dict[str, Any] = more["logs"]
         if "loss" not in logs:  # the summary at the end
             return
         step = int(state.global_step)

@@ -99,7 +99,8 @@ class QuantizedTrainer(QATTrainer):  # type: ignore[misc]
         if self.reference is not None or self.stored is not None:
             found["eval_kl"] = kl / tokens
         self.curves.validated(step, found["eval_loss"], found.get("eval_kl"))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        base: Any = self  # transformers is typed, and ModelOpt's trainers between it and this one are not
+        base.control = base.callback_handler.on_evaluate(self.args, self.state, base.control, found)
         return found
 
     def _validated(self, batch: dict[str, Tensor]) -> Tensor:
