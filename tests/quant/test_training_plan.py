@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import make_model
 
 from halfbyte.quant import configs
 from halfbyte.quant.models import Source, empty_model, locate
 from halfbyte.quant.training_memory import Memory, build, count_step
-from halfbyte.quant.training_plan import TrainingPlan, measure_step, training_plan
+from halfbyte.quant.training_plan import measure_step, training_plan
 from halfbyte.recipes.schema import QuantizeSpec
 from halfbyte.recipes.training import TrainSpec
 
@@ -154,9 +155,10 @@ def test_time_is_steps_times_what_was_measured(tiny_model_folder: Path) -> None:
     assert "not measured" in str(training_plan(source, quant(), spec, device=CPU, exported=0))
 
 
-def test_a_plan_without_memory_says_so() -> None:
-    plan = TrainingPlan(train_spec(), 1, 10, None, 10**9, 0, 0)
-    assert plan.fits is None
+def test_the_plan_of_a_mixture_of_experts_says_that_its_memory_is_not_predicted(tmp_path: Path) -> None:
+    make_model("qwen3_moe").save_pretrained(tmp_path)
+    plan = training_plan(locate(str(tmp_path)), quant(), train_spec("qad"), device=CPU, exported=0)
+    assert (plan.memory, plan.fits, plan.steps) == (None, None, 10)
     assert "not predicted" in str(plan)
 
 
