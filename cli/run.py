@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
         if recipe.published is not None:
             published_table(recipe.published)  # a misspelling is found before hours of work
     policies = {recipe.name: _policy_that_applies(recipe) for recipe in recipes}
-    jobs = [produce.prepare(recipe, args.device) for recipe in recipes]
+    jobs = [produce.prepare(recipe, args.device, read_ahead=not args.dry_run) for recipe in recipes]
     if len(jobs) > 1 and len({job.source.digest for job in jobs}) > 1:
         raise UserError("these recipes start from different models", "one table has one baseline: run them one by one")
     if args.dry_run:

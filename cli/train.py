@@ -33,7 +33,7 @@ def run(args: Namespace) -> int:
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in the recipe should not
     from halfbyte.stages import make_checkpoint, print_plan
 
-    job = produce.prepare(recipe, args.device)
+    job = produce.prepare(recipe, args.device, read_ahead=not args.dry_run)
     if args.dry_run:
         if leads:
             print_plan(job, as_json=args.json)

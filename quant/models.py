@@ -22,7 +22,7 @@ from halfbyte.quant.checkpoint import (
 )
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.schema import ModelSpec
-from halfbyte.records.digests import file_digest, model_digest, value_digest
+from halfbyte.records.digests import file_digest, model_digest, model_files, read_ahead, value_digest
 from halfbyte.records.errors import UserError
 from halfbyte.records.record import ModelSummary
 from halfbyte.records.run import RunFolder
@@ -52,6 +52,10 @@ class Source:
         """Digest of the files that decide its answers, and of the type where that makes another model of them."""
         files = file_digest(self.folder / self.gguf_file) if self.gguf_file else model_digest(self.folder)
         return files if self.rounded_to is None else value_digest([files, self.rounded_to])
+
+    def read_ahead(self) -> None:
+        """Begins to hash the files in the background: `digest` then has less to wait for, or nothing."""
+        read_ahead([self.folder / self.gguf_file] if self.gguf_file else model_files(self.folder))
 
 
 def device_of(name: str | None) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -97,13 +97,14 @@ def shards_side_by_side() -> Iterator[None]:
     """
     from transformers import modeling_utils
 
-    with side_by_side(modeling_utils.safe_save_file) as save:
-        real = modeling_utils.safe_save_file
-        modeling_utils.safe_save_file = save
+    upstream = cast("Any", modeling_utils)
+    real = upstream.safe_save_file
+    with side_by_side(real) as save:
+        upstream.safe_save_file = save
         try:
             yield
         finally:
-            modeling_utils.safe_save_file = real
+            upstream.safe_save_file = real
 
 
 @contextmanager

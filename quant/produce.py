@@ -6,7 +6,7 @@ import logging
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,14 @@ class Job:
         return replace(found, summary=found.summary.model_copy(update={"name": self.recipe.name}))
 
 
-def prepare(recipe: Recipe, device: str | None = None) -> Job:
-    """Finds the model, resolves the quantize block and plans; reads no weight.
+def prepare(recipe: Recipe, device: str | None = None, *, read_ahead: bool = True) -> Job:
+    """Finds the model, resolves the quantize block and plans.
+
+    Args:
+        recipe: What is asked for.
+        device: See models.device_of.
+        read_ahead: Whether to begin with hashing the model's files, which takes as long as importing ModelOpt; of no
+            use to who wants the plan alone.
 
     Raises:
         UserError: for whatever can be known to fail before hours are spent.
@@ -107,9 +113,13 @@ def prepare(recipe: Recipe, device: str | None = None) -> Job:
     where = device_of(device)
     if recipe.model.kind != "causal-lm":
         raise UserError(f"model kind '{recipe.model.kind}' cannot be quantized yet", "supported: causal-lm")
-    config = quant_config(recipe.quantize)
     spec = recipe.model
-    source = locate(spec.id, revision=spec.revision, gguf_file=spec.gguf_file, dtype=spec.dtype)
+    find = partial(locate, spec.id, revision=spec.revision, gguf_file=spec.gguf_file, dtype=spec.dtype)
+    local = Path(spec.id).expanduser().exists()  # what must be fetched waits for the quantize block
+    if local and read_ahead:
+        find().read_ahead()
+    config = quant_config(recipe.quantize)
+    source = find()
     if source.gguf_file is None and quant_format(source.folder) is not None:
         raise UserError(f"{recipe.model.id} is an exported checkpoint already", "give the original model")
     fidelity = recipe.evaluate.fidelity

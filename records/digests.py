@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import write_text
 
-CHUNK = 1 << 22
+CHUNK = 1 << 24
+"""Bytes hashed at once without Python's lock: enough that a thread which waits for it loses little."""
 READERS = 4
 """Files hashed at once; more of them would not make a disk faster."""
 
@@ -54,23 +57,62 @@ def value_digest(value: Any) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content, remembered by its inode, size and time of change, and so over a renaming."""
+    """SHA-256 of a file's content, remembered by its inode, size and time of change, and so over a renaming.
+
+    Where read_ahead has begun with the file, this waits for it.
+    """
+    begun = _ahead.get(path)
+    if begun is not None:
+        begun.wait()
+        _ahead.pop(path, None)
+    return _known_or_hashed(path)
+
+
+def _known_or_hashed(path: Path) -> str:
     status = path.stat()
     key = value_digest([status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns])
     entry = cache_folder() / "digests" / key[:2] / key
     try:
         known = entry.read_text(encoding="ascii")
-        if len(known) == hashlib.sha256().digest_size * 2:
+        if _DIGEST.fullmatch(known):
             return known
     except (OSError, ValueError):
         pass
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
+    buffer = memoryview(bytearray(min(CHUNK, status.st_size + 1)))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
     with suppress(OSError, UserError):  # the cache saves time and nothing else; a read-only home must not stop a run
-        write_text(entry, digest.hexdigest())
+        write_text(entry, digest.hexdigest(), durable=False)
     return digest.hexdigest()
+
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+_ahead: dict[Path, Event] = {}
+
+
+def read_ahead(paths: Sequence[Path]) -> None:
+    """Begins to hash files in the background; file_digest finds what is known of them then.
+
+    Nobody needs to wait for it: the threads end with the process. What goes wrong, file_digest will meet again.
+    """
+    new = [path for path in paths if path not in _ahead]
+    _ahead.update((path, Event()) for path in new)
+
+    def work() -> None:
+        with suppress(IndexError):
+            while True:
+                path = new.pop()
+                begun = _ahead[path]
+                try:
+                    with suppress(OSError):
+                        _known_or_hashed(path)
+                finally:
+                    begun.set()
+
+    for _ in range(min(READERS, len(new))):
+        Thread(target=work, name="read ahead", daemon=True).start()
 
 
 def file_digests(paths: Sequence[Path]) -> list[str]:

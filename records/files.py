@@ -37,8 +37,12 @@ def _umask() -> int:
     return umask
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes `content` under `path` by temporary file, fsync and rename; creates the folder."""
+def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Writes `content` under `path` by temporary file, fsync and rename; creates the folder.
+
+    Without `durable` there is no fsync: after a power cut the file may be empty or hold zeros. That is for what can be
+    made again and is looked at when it is read: fsync may wait for all else that is on its way to the disk.
+    """
     with disk_full_is_a_user_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
@@ -46,18 +50,20 @@ def write_bytes(path: Path, content: bytes) -> None:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes 0600, which colleagues could not read
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-        fsync_folder(path.parent)
+        if durable:
+            fsync_folder(path.parent)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes UTF-8 text atomically."""
-    write_bytes(path, text.encode("utf-8"))
+def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Writes UTF-8 text atomically; see write_bytes."""
+    write_bytes(path, text.encode("utf-8"), durable=durable)
 
 
 def dumps(value: Any) -> str:

@@ -16,6 +16,7 @@ from halfbyte.quant import making, models, produce, ptq
 from halfbyte.quant.load import load
 from halfbyte.recipes.find import load_recipe
 from halfbyte.recipes.schema import ModelSpec
+from halfbyte.records import digests
 from halfbyte.records.errors import UserError
 from halfbyte.records.manifest import load_manifest
 from halfbyte.records.run import RunFolder
@@ -91,6 +92,28 @@ def test_the_original_is_hashed_while_it_is_loaded(
     produce.require_own_folder(job, run, force=False)
     produce.produce(job, run)
     assert load_manifest(run.manifest).model_digest == job.source.digest
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_original_is_hashed_while_modelopt_is_imported_and_not_for_a_plan_alone(
+    wanted: bool,
+    tmp_path: Path,
+    tiny_model_folder: Path,
+    cache: Path,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[Path] = []
+    resolve = produce.quant_config
+
+    def config(spec: Any) -> Any:
+        begun.extend(digests._ahead)
+        return resolve(spec)
+
+    monkeypatch.setattr(digests, "_ahead", {})
+    monkeypatch.setattr(produce, "quant_config", config)
+    recipe = load_recipe(str(write_recipe(tmp_path / "recipe", tiny_model_folder)))
+    produce.prepare(recipe, "cpu", read_ahead=wanted)
+    assert sorted(begun) == (digests.model_files(tiny_model_folder) if wanted else [])
 
 
 def test_each_phase_has_its_own_line_of_seconds(job: Any, tmp_path: Path) -> None:
