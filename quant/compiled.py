@@ -24,7 +24,7 @@ LEAST = 2**20
 """Values of the smallest tensor that a compiled kernel is worth its compilation for."""
 _MOST_SHAPES = 8
 """For so many shapes torch compiles one formula anew; it refuses more."""
-_OPTIONS = {"coordinate_descent_tuning": True, "compile_threads": 1}
+_OPTIONS = {"coordinate_descent_tuning": True}
 
 
 def fp8_rounded(x: Tensor, before: Tensor, after: Tensor) -> Tensor:
