@@ -120,9 +120,13 @@ def forward_loop(
         device = next(model.parameters()).device
         # Without the logits of every position: nobody reads them, and a large vocabulary would need gigabytes.
         extra = {} if _head_is_quantized(model) else {"logits_to_keep": 1}
+        # All at once, since each copy waits for what the device has been given to do.
+        inputs_of = [
+            {"input_ids": torch.tensor(texts, device=device)} if stacked else packed_inputs(texts, device)
+            for texts, stacked in batches
+        ]
         with progress_bar(total=sum(map(len, sequences)), unit="token", desc="calibrate") as bar:
-            for texts, stacked in batches:
-                inputs = {"input_ids": torch.tensor(texts, device=device)} if stacked else packed_inputs(texts, device)
+            for (texts, _), inputs in zip(batches, inputs_of, strict=True):
                 model(**inputs, use_cache=False, **extra)
                 bar.update(sum(map(len, texts)))
 

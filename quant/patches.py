@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfbyte.quant.elements import E4M3_MAX, e2m1_round
 from halfbyte.quant.fake_quantize import nvfp4_static_fake_quantize
@@ -109,22 +110,28 @@ def shards_side_by_side() -> Iterator[None]:
 
 @contextmanager
 def unhurried_max() -> Iterator[None]:
-    """Within the block, ModelOpt's max calibrator does not wait for the device at each tensor to look for NaN.
+    """Within the block, ModelOpt's max calibrator looks at no tensor twice and does not wait for the device.
 
-    Its three assertions cost a round trip to the GPU for each quantizer and pass. NaN and infinities stay in the
-    running maximum, where ptq.calibrate finds them at the end and names the quantizer.
+    - Its three assertions cost a round trip to the GPU for each quantizer and pass. NaN and infinities stay in the
+      running maximum, where ptq.calibrate finds them at the end and names the quantizer.
+    - It reads each weight anew in every forward pass, and what q, k and v or gate and up read, once for each of them.
+    - It reads a tensor once for its maximum and once for its minimum.
     """
     require_known_modelopt()
-    from modelopt.torch.quantization import utils
     from modelopt.torch.quantization.calib.max import MaxCalibrator
 
     real = MaxCalibrator.collect
+    amax_of = _Amax()
 
     @torch.no_grad()
     def collect(self: Any, x: Tensor) -> None:
-        axis = utils.convert_quantization_axis_to_reduce_axis(x, self._axis)
-        amax = utils.reduce_amax(x, axis=axis).detach()
         known = self._calib_amax
+        if isinstance(x, nn.Parameter):
+            state = (x.data_ptr(), x._version)
+            if known is not None and getattr(self, "_collected", None) == state:
+                return
+            self._collected = state
+        amax = amax_of(x, self._axis)
         if known is not None and known.shape != amax.shape:
             raise RuntimeError(f"amax of shape {tuple(amax.shape)} after {tuple(known.shape)}")
         self._calib_amax = amax if known is None or x.is_meta else torch.max(known, amax)
@@ -134,6 +141,29 @@ def unhurried_max() -> Iterator[None]:
         yield
     finally:
         MaxCalibrator.collect = real
+
+
+class _Amax:
+    """The largest magnitude in a tensor, as ModelOpt's reduce_amax; that of the last tensor is still known."""
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int, Any, Tensor] | None = None
+
+    def __call__(self, x: Tensor, axis: Any) -> Tensor:
+        from modelopt.torch.quantization import utils
+
+        if self._last is not None:
+            of, state, along, known = self._last
+            if of() is x and (state, along) == (x._version, axis):
+                return known.clone()
+        if axis is None and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            least, most = torch.aminmax(x)
+            found = torch.maximum(most.abs(), least.abs())
+        else:
+            reduced = utils.convert_quantization_axis_to_reduce_axis(x, axis)
+            found = utils.reduce_amax(x, axis=reduced).detach()
+        self._last = (weakref.ref(x), x._version, axis, found)
+        return found
 
 
 @contextmanager
