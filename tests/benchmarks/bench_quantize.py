@@ -2,7 +2,8 @@
 
 The plain flow is what ModelOpt's examples do: transformers' from_pretrained, mtq.quantize over texts of one length in
 batches, export_hf_checkpoint. Both sides start from files that were just written, read the same texts, and end with a
-checkpoint on disk; each runs in a process of its own, so that neither inherits memory or compiled kernels.
+checkpoint on disk; each runs in a process of its own, so that neither inherits memory or compiled kernels, and begins
+when all that was written before is on the disk, so that none waits for the files of another.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ evaluate: {{tasks: [{{task: smoke}}], canary: null}}
 
 
 def _measured(code: str, *arguments: Any) -> dict[str, float]:
+    os.sync()
     start = time.perf_counter()
     command = [sys.executable, "-c", code + MEASURE, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
