@@ -38,8 +38,10 @@ class _Pieces(NamedTuple):
 
 
 def _pieces(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> _Pieces:
-    ends = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys))
-    return _Pieces(*ends, max(queries), max(keys))
+    def ends(lengths: Sequence[int]) -> Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+    return _Pieces(ends(queries), ends(keys), max(queries), max(keys))
 
 
 def flash(
@@ -91,7 +93,8 @@ class PackedRows:
         own = [size for size in own if size]
         self._own = _pieces(own, own, device)
         self._shared = _pieces([sum(own)], [length], device)
-        places = torch.arange(sum(own)).split([size for pair in zip(contexts, branches, strict=True) for size in pair])
+        sizes = [size for pair in zip(contexts, branches, strict=True) for size in pair]
+        places = torch.split(torch.arange(sum(own)), sizes)
         self._branches: Tensor | None = None
         if any(branches):
             has = [at for at, size in enumerate(branches) if size]

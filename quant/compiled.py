@@ -24,7 +24,7 @@ LEAST = 2**20
 """Values of the smallest tensor that a compiled kernel is worth its compilation for."""
 _MOST_SHAPES = 8
 """For so many shapes torch compiles one formula anew; it refuses more."""
-_OPTIONS = {"coordinate_descent_tuning": True}
+_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 
 def fp8_rounded(x: Tensor, before: Tensor, after: Tensor) -> Tensor:
@@ -162,10 +162,11 @@ def quantize(inputs: Tensor, quantizer: Any) -> Tensor:
 def _constants(quantizer: Any, of: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Scalars that follow from the quantizer's amax, computed once for each amax it has."""
     amax = quantizer._amax
-    kept = getattr(quantizer, "_halfbyte_constants", None)
+    kept: tuple[Tensor, Tensor, Tensor] | None = getattr(quantizer, "_halfbyte_constants", None)
     if kept is None or kept[0] is not amax:
-        kept = quantizer._halfbyte_constants = (amax, tuple(found.reshape(()) for found in of(amax)))
-    return kept[1]  # type: ignore[no-any-return]
+        first, second = of(amax)
+        kept = quantizer._halfbyte_constants = (amax, first.reshape(()), second.reshape(()))
+    return kept[1], kept[2]
 
 
 def register() -> None:
