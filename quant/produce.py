@@ -21,6 +21,7 @@ from halfbyte.quant.models import Source, compute_dtype, device_of, locate
 from halfbyte.quant.plan import Plan, make_plan
 from halfbyte.quant.processes import Processes
 from halfbyte.quant.trainable import identity, require_trainable
+from halfbyte.quant.upstream import importing
 from halfbyte.recipes.find import load_recipe, recipe_digest, resolved_yaml
 from halfbyte.recipes.schema import ModelSpec, Recipe
 from halfbyte.recipes.texts import require_local
@@ -98,6 +99,7 @@ class Job:
         return replace(found, summary=found.summary.model_copy(update={"name": self.recipe.name}))
 
 
+@importing()
 def prepare(recipe: Recipe, device: str | None = None, *, read_ahead: bool = True) -> Job:
     """Finds the model, resolves the quantize block and plans.
 
