@@ -10,12 +10,15 @@ from halfbyte.records.errors import UserError
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, Judgement
 from halfbyte.reports.tables import SET_METRIC, check_one_baseline, labels
+from halfbyte.reports.verdict import CANARY, PERPLEXITY
 
 _ILLEGAL = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # not allowed in XML 1.0
 
 
 def junit(comparisons: Sequence[Comparison]) -> str:
     """A failed task is a failure, an open one or an anomaly an error, an advisory or waived one skipped if it fails.
+
+    A canary that failed is a case of its own: the tasks' scores, which may look well, are then of no worth.
 
     Raises:
         UserError: when there is no comparison, or one was not judged.
@@ -26,7 +29,11 @@ def junit(comparisons: Sequence[Comparison]) -> str:
     for label, one in zip(names, comparisons, strict=True):
         if one.verdict is None or one.policy is None:
             raise UserError(f"the comparison of {label} was not judged", "compare with a policy")
-        suite = ElementTree.SubElement(suites, "testsuite", name=f"{label} ({one.policy.name})", timestamp=one.created)
+        name = _legal(f"{label} ({one.policy.name})")
+        suite = ElementTree.SubElement(suites, "testsuite", name=name, timestamp=one.created)
+        if one.canary_failure is not None:
+            case = ElementTree.SubElement(suite, "testcase", classname=_legal(label), name=CANARY)
+            ElementTree.SubElement(case, "error", message=_legal(one.canary_failure), type="anomaly")
         for row in one.tasks:
             if row.judgement is None:
                 continue
@@ -44,7 +51,7 @@ def junit(comparisons: Sequence[Comparison]) -> str:
         if one.fidelity is not None and one.fidelity.judgement is not None:
             ratio = figures.figure(one.fidelity.ratio)
             text = f"perplexity ratio {ratio}, interval {figures.interval(one.fidelity.ratio_interval)}"
-            _case(suite, label, "perplexity", one.fidelity.judgement, text)
+            _case(suite, label, PERPLEXITY, one.fidelity.judgement, text)
         for name in ("failure", "error", "skipped"):
             count = len(suite.findall(f"testcase/{name}"))
             suite.set({"failure": "failures", "error": "errors", "skipped": "skipped"}[name], str(count))

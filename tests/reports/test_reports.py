@@ -16,6 +16,7 @@ from halfbyte.records.record import Health
 from halfbyte.reports import figures
 from halfbyte.reports.compare import compare
 from halfbyte.reports.comparison import Comparison, load_comparisons
+from halfbyte.reports.gate import judge
 from halfbyte.reports.html import render_html
 from halfbyte.reports.junit import junit
 from halfbyte.reports.policy import load_policy
@@ -149,6 +150,26 @@ def test_junit_counts_failures_and_open_tasks(comparisons: list[Comparison]) -> 
     failure = second.find("testcase[@name='arc_easy']/failure")
     assert failure is not None
     assert "loss 0.0547, interval 0.0406 to 0.0690, margin 0.0100" in (failure.get("message") or "")
+
+
+def test_a_failed_canary_is_an_error_in_junit_whatever_the_tasks_say(tmp_path: Path) -> None:
+    ours, theirs = flipped(3000, 2000, 5, 5)
+    folders = write_record(tmp_path / "b", ours), write_record(tmp_path / "c", theirs, format="NVFP4")
+    found = compare(*folders, load_policy("release"))
+    found = judge(found.model_copy(update={"canary_failure": "3 of 16 texts are empty\x00"}), load_policy("release"))
+    (suite,) = ElementTree.fromstring(junit([found])).findall("testsuite")
+    assert (suite.get("tests"), suite.get("errors"), suite.get("failures")) == ("2", "1", "0")
+    error = suite.find("testcase[@name='canary']/error")
+    assert error is not None
+    assert error.get("message") == "3 of 16 texts are empty\N{REPLACEMENT CHARACTER}"
+
+
+def test_junit_is_xml_whatever_the_name_of_the_policy(tmp_path: Path) -> None:
+    ours, theirs = flipped(3000, 2000, 5, 5)
+    folders = write_record(tmp_path / "b", ours), write_record(tmp_path / "c", theirs, format="NVFP4")
+    policy = load_policy("release").model_copy(update={"name": 'a\x01 <b> & "c"'})
+    (suite,) = ElementTree.fromstring(junit([compare(*folders, policy)])).findall("testsuite")
+    assert suite.get("name") == 'NVFP4 (a\N{REPLACEMENT CHARACTER} <b> & "c")'
 
 
 def test_an_advisory_task_that_fails_is_skipped_in_junit_and_bracketed_in_the_table(tmp_path: Path) -> None:
