@@ -79,6 +79,7 @@ __all__ = [
     "nvfp4_scale_2",
     "nvfp4_static_fake_quantize",
     "pack_e2m1",
+    "scale_of_amax",
     "straight_through",
     "unpack_e2m1",
 ]
@@ -279,13 +280,19 @@ def fp8_block_dequantize(
     return _of_squares(squares, codes.shape).contiguous()
 
 
+def scale_of_amax(amax: Tensor, largest: float) -> Tensor:
+    """amax / largest, float32, correctly rounded on every device: CUDA would multiply by the reciprocal of a number."""
+    amax = amax.float()
+    return amax / torch.full_like(amax, largest)
+
+
 def amax_of_scale(scale: Tensor, largest: float) -> Tensor:
-    """The float32 amax that a kernel must be given so that it computes exactly `scale` = amax / `largest`.
+    """The float32 amax whose scale_of_amax is exactly `scale`.
 
     A checkpoint stores scales; ModelOpt's kernels take amax and divide. scale x largest can be some units in the last
     place off, hence the look at its neighbours; of several that fit, the one with most trailing zero bits is taken,
-    since amax usually was a bfloat16 value. The division runs on the scale's own device, since CUDA multiplies by the
-    reciprocal instead; a scale made on another device may then have no exact amax, and the nearest is returned.
+    since amax usually was a bfloat16 value. A scale that ModelOpt has exported on CUDA is amax times a reciprocal, and
+    may be no quotient at all; the nearest amax is taken then.
 
     Args:
         scale: float32 scalar, positive and finite.
@@ -295,7 +302,7 @@ def amax_of_scale(scale: Tensor, largest: float) -> Tensor:
     infinity = torch.tensor(float("inf"), device=scale.device)
     below, above = torch.nextafter(start, -infinity), torch.nextafter(start, infinity)
     near = [start, below, above, torch.nextafter(below, -infinity), torch.nextafter(above, infinity)]
-    fits = [amax for amax in near if torch.equal(amax / largest, scale.float())]
+    fits = [amax for amax in near if torch.equal(scale_of_amax(amax, largest), scale.float())]
     return max(fits or [start], key=lambda amax: _trailing_zeros(int(amax.view(torch.int32).item())))
 
 

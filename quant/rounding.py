@@ -20,6 +20,7 @@ from halfbyte.quant.numerics import (
     mxfp4_quantize,
     mxfp8_dequantize,
     mxfp8_quantize,
+    scale_of_amax,
 )
 
 
@@ -132,8 +133,7 @@ def _rounding(weight: Weight) -> Callable[[Tensor, slice], Tensor]:
     if kind in ("fp8", "fp8_pc_pt", "fp8_pb_wo"):
         in_memory = fp8_kernel_scales(weight.quantizer._amax)[0].to(weight.values.device)
     if kind == "fp8":
-        # As the export computes it, where the amax is: CUDA multiplies by the reciprocal, a CPU divides.
-        tensors = (weight.quantizer._amax.float() / E4M3_MAX).to(weight.values.device)
+        tensors = scale_of_amax(weight.quantizer._amax, E4M3_MAX).to(weight.values.device)
         return lambda x, rows: _fp8_rounded(x, in_memory, tensors)  # noqa: ARG005
     if kind == "fp8_pc_pt":
         channels, in_memory = get_weight_scaling_factor(layer).reshape(-1, 1), in_memory.reshape(-1, 1)

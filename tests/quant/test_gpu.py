@@ -18,6 +18,42 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
+def test_an_fp8_checkpoint_answers_as_the_model_in_memory_did_before_anything_was_settled(
+    tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    """In bfloat16, bit for bit: one unit in the last place of a weight is enough to change answers of a small model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=4096, initializer_range=0.05, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    model = open_original(locate(str(tmp_path / "model")), weights=torch.bfloat16, compute=torch.bfloat16, device=CUDA)
+    ptq.calibrate(
+        model, configs.quant_config(spec("fp8")), calibration.forward_loop(sequences(), tokens_per_row=1, pack=False)
+    )
+    inputs = torch.randint(0, 4096, (4, 100), generator=torch.Generator().manual_seed(2)).to(CUDA)
+    with torch.no_grad():
+        memory = model(inputs, use_cache=False).logits
+    weights = {
+        name: module.weight_quantizer(module.weight).detach().clone()
+        for name, module in model.named_modules()
+        if getattr(getattr(module, "weight_quantizer", None), "is_enabled", False)
+    }
+    ptq.export(model, tiny_tokenizer, tmp_path / "checkpoint", torch.bfloat16, ptq.settle(model))
+    declared = quant_format(tmp_path / "checkpoint")
+    assert declared is not None
+    read_back = open_exported(locate(str(tmp_path / "checkpoint")), declared, dtype=torch.bfloat16, device=CUDA)
+    parameters = dict(read_back.named_parameters())
+    assert len(weights) == 12 * 7
+    for name, weight in weights.items():
+        assert torch.equal(weight, parameters[f"{name}.weight"]), name
+    with torch.no_grad():
+        assert torch.equal(memory, read_back(inputs, use_cache=False).logits)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
 @pytest.mark.parametrize(("preset", "kv_cache"), [("fp8", None), ("nvfp4", None), ("nvfp4", "fp8"), ("fp8", "fp8")])
 def test_read_back_on_cuda(family: str, preset: str, kv_cache: str | None, tmp_path: Path, tiny_tokenizer: Any) -> None:

@@ -267,6 +267,14 @@ def test_a_bfloat16_amax_is_found_again_exactly(bits: int) -> None:
             assert torch.equal(n.amax_of_scale(scale, largest), amax)
 
 
+@given(st.integers(0x3000, 0x4F00))
+def test_an_amax_behind_a_scale_that_modelopt_made_on_cuda_is_found_nearly(bits: int) -> None:
+    amax = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16).float()
+    for largest in (n.E4M3_MAX, n.E2M1_MAX * n.E4M3_MAX):
+        found = n.amax_of_scale(amax * torch.tensor(1 / largest), largest)
+        assert abs(int(found.view(torch.int32)) - int(amax.view(torch.int32))) <= 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1e-6, 1.0, 300.0])
 def test_values_of_16_bits_are_the_float32_ones_rounded_once(size: float, dtype: torch.dtype) -> None:

@@ -77,25 +77,27 @@ def _divides_like_cuda(x: torch.Tensor, y: Any) -> torch.Tensor:
     return x * (1 / y) if isinstance(y, float) else torch.true_divide(x, y)
 
 
-def test_an_fp8_weight_is_rounded_with_the_scale_that_is_exported(
+def test_an_fp8_weight_is_rounded_with_a_scale_that_no_device_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On CUDA too, where dividing a tensor by a number multiplies by its reciprocal; a CPU is made to do so here."""
+    """On CUDA dividing a tensor by a number multiplies by its reciprocal; a CPU is made to do so here."""
     from modelopt.torch.export.unified_export_hf import _export_quantized_weight
 
     model = _calibrated(make_model("llama"), tmp_path, "FP8_DEFAULT_CFG")
     weights = {weight.name: weight for weight in quantized_weights(model)}
-    divided = {name: weight.quantizer.amax / 448.0 for name, weight in weights.items()}
-    monkeypatch.setattr(torch.Tensor, "__truediv__", _divides_like_cuda)
     ours = {name: rounded(weight).detach() for name, weight in weights.items()}
-    scales = {}
-    for name, weight in weights.items():
+    divided = {name: weight.quantizer.amax / 448.0 for name, weight in weights.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__truediv__", _divides_like_cuda)
+        assert all(torch.equal(rounded(weight), ours[name]) for name, weight in weights.items())
+        differs = [name for name, weight in weights.items() if weight.quantizer.amax / 448.0 != divided[name]]
+        assert differs, "both divisions agree: the test tests nothing"
+    for name in weights:
         layer = model.get_submodule(name.removesuffix(".weight"))
-        codes = fp8_quantize(weight.values.detach(), weight.quantizer.amax / 448.0).codes
+        codes = fp8_quantize(ours[name], divided[name]).codes
         _export_quantized_weight(layer, torch.bfloat16)
-        scales[name] = layer.weight_scale
-        assert torch.equal(ours[name], fp8_dequantize(FP8(codes, layer.weight_scale))), name
-    assert any(scales[name] != divided[name] for name in weights), "both divisions agree: the test tests nothing"
+        assert torch.equal(layer.weight_scale, divided[name])
+        assert torch.equal(fp8_dequantize(FP8(codes, layer.weight_scale)), ours[name]), name
 
 
 def test_modelopts_plain_export_rounds_mxfp4_ties_towards_zero() -> None:
