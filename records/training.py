@@ -134,6 +134,8 @@ def read_curves(folder: Path) -> Curves:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise UserError(f"{path} is missing", "train again") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}", "train again") from None
     for number, line in enumerate(lines, start=1):
         try:
             content = json.loads(line)

@@ -71,15 +71,16 @@ def with_evidence(comparison: Comparison, run: RunFolder | None, published: str 
         UserError: when what the run left is damaged, or there is no such table.
     """
     manifest = None if run is None or not run.manifest.is_file() else load_manifest(run.manifest)
-    made_here = manifest is not None and manifest.checkpoint_digest == comparison.candidate.digest
-    comparison = comparison.model_copy(
-        update={
-            "manifest": None if manifest is None else manifest.model_dump(mode="json"),
-            "layers": [] if run is None else layer_table(run.checkpoint),
-            "training": None if run is None or not made_here else read_training(run.training),
-            "quantized_by": None if run is None or not made_here else _quantized_by(run),
-        }
-    )
+    # A run also holds records of the original model, of which nothing here speaks.
+    if run is not None and manifest is not None and manifest.checkpoint_digest == comparison.candidate.digest:
+        comparison = comparison.model_copy(
+            update={
+                "manifest": manifest.model_dump(mode="json"),
+                "layers": layer_table(run.checkpoint),
+                "training": read_training(run.training, manifest.keys.get("checkpoint", "")),
+                "quantized_by": _quantized_by(run),
+            }
+        )
     if comparison.training is not None and comparison.policy is not None:
         # Once more: a trained candidate may be better than its baseline, and its name is another.
         comparison = judge(comparison, comparison.policy)

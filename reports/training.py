@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from halfbyte.records.training import TRAINING_FILE, TrainingRecord, load_training, read_curves
+from halfbyte.records.errors import UserError
+from halfbyte.records.training import CURVES_FILE, TRAINING_FILE, TrainingRecord, load_training, read_curves
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, FidelityGain, Training
 from halfbyte.reports.flips import spread_out
@@ -17,19 +18,38 @@ _BETTER_ALPHA = 0.05
 _STOPPED = {"max_steps": "all steps done", "patience": "no longer better"}
 
 
-def read_training(folder: Path) -> Training | None:
+def read_training(folder: Path, key: str) -> Training | None:
     """The training in a run's folder; None where there is none, or it has not ended.
 
+    Args:
+        folder: The run's training/.
+        key: Of what made the checkpoint, which is that of its training.
+
     Raises:
-        UserError: when the record or its curves are damaged.
+        UserError: when the record is of another training, or it and its curves are damaged or do not belong together.
     """
-    if not (folder / TRAINING_FILE).is_file():
+    path = folder / TRAINING_FILE
+    if not path.is_file():
         return None
+    record = load_training(folder)
+    if record.key != key:
+        raise UserError(f"{path} is of another training than the one that made the checkpoint", "train again")
     curves = read_curves(folder)
+    known = {row.step for row in curves.validations}
+    for step in (record.start.step, record.best_step):
+        if step not in known:
+            raise UserError(
+                f"{folder / CURVES_FILE} lacks the validation at step {step} of {TRAINING_FILE}", "train again"
+            )
+    if curves.steps and curves.steps[-1].step > record.steps:
+        raise UserError(
+            f"{folder / CURVES_FILE} goes to step {curves.steps[-1].step}, and {TRAINING_FILE} ends at {record.steps}",
+            "train again",
+        )
     steps = spread_out(curves.steps, _POINTS)
     if steps and steps[-1] is not curves.steps[-1]:
         steps = [*steps, curves.steps[-1]]
-    return Training(record=load_training(folder), steps=steps, validations=curves.validations)
+    return Training(record=record, steps=steps, validations=curves.validations)
 
 
 def training_table(comparisons: Sequence[Comparison]) -> Table | None:

@@ -196,6 +196,7 @@ def write_training(
     best_step: int = 30,
     stopped: str = "max_steps",
     overlap: OverlapFound | None = None,
+    key: str = "",
 ) -> TrainingRecord:
     """Writes training.json and curves.jsonl as a training of so many steps would, with a validation each ten."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -217,6 +218,7 @@ def write_training(
     (folder / CURVES_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     record = TrainingRecord(
         created="2026-11-01T00:00:00+00:00",
+        key=key,
         method=method,
         seed=seed,
         steps=steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -186,7 +187,7 @@ def test_records_of_the_baseline_in_a_run_are_of_no_training(tmp_path: Path, cac
 
 def test_a_long_curve_is_thinned_and_keeps_its_ends(tmp_path: Path) -> None:
     write_training(tmp_path, steps=5000, best_step=4000)
-    found = read_training(tmp_path)
+    found = read_training(tmp_path, "")
     assert found is not None
     steps = [row.step for row in found.steps]
     assert (steps[0], steps[-1]) == (1, 5000)
@@ -195,11 +196,70 @@ def test_a_long_curve_is_thinned_and_keeps_its_ends(tmp_path: Path) -> None:
 
 
 def test_training_without_its_curves_is_refused_and_none_is_none(tmp_path: Path) -> None:
-    assert read_training(tmp_path) is None
+    assert read_training(tmp_path, "") is None
     write_training(tmp_path)
     (tmp_path / CURVES_FILE).unlink()
     with pytest.raises(UserError, match=r"curves\.jsonl is missing"):
-        read_training(tmp_path)
+        read_training(tmp_path, "")
+
+
+def test_training_of_another_run_is_refused(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    """A copied training.json would make a PTQ candidate a trained one, which may be better than its baseline."""
+    run = write_run(tmp_path / "ptq", scores(2, 90), of=summary("ptq"), baseline_values=BASELINE, task="mmlu")
+    write_training(run.training, key="that of another run")
+    with pytest.raises(UserError, match=r"training\.json is of another training than the one that made the checkpoint"):
+        compare_folders(*run_folders(run), None)
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (lambda line: '"step": 30, "tokens": 30000, "validation_loss"' not in line, "lacks the validation at step 30"),
+        (lambda line: '"step": 0,' not in line, "lacks the validation at step 0"),
+    ],
+)
+def test_curves_and_record_of_a_training_must_belong_together(
+    tmp_path: Path, keep: Callable[[str], bool], message: str
+) -> None:
+    write_training(tmp_path)
+    path = tmp_path / CURVES_FILE
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if keep(line)), encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        read_training(tmp_path, "")
+
+
+def test_a_curve_longer_than_its_training_is_refused(tmp_path: Path) -> None:
+    write_training(tmp_path, steps=50)
+    kept = (tmp_path / CURVES_FILE).read_bytes()
+    write_training(tmp_path, steps=40)
+    (tmp_path / CURVES_FILE).write_bytes(kept)
+    with pytest.raises(UserError, match=r"goes to step 50, and training\.json ends at 40"):
+        read_training(tmp_path, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"step": 1, "tokens": 1, "loss": NaN, "learning_rate": 0.1, "seconds": 1}\n', "41 is no line of a training"),
+        (b'{"step": 1, "tok', "41 is no line of a training"),
+        (b"7\n", "41 is no line of a training"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+    ],
+)
+def test_a_damaged_curve_is_refused_in_one_line(tmp_path: Path, line: bytes, message: str) -> None:
+    write_training(tmp_path, steps=36, best_step=30)
+    with (tmp_path / CURVES_FILE).open("ab") as file:
+        file.write(line)
+    with pytest.raises(UserError, match=message):
+        read_training(tmp_path, "")
+
+
+def test_what_made_a_checkpoint_is_not_said_of_the_original_model_beside_it(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    run = write_run(tmp_path / "ptq", scores(10), of=summary("ptq"), baseline_values=BASELINE, task="mmlu")
+    before, after = run_folders(run)
+    assert compare_folders(before, after, None).manifest is not None
+    assert compare_folders(after, before, None).manifest is None
 
 
 def test_the_compare_command_finds_the_trainings_of_its_candidates(
