@@ -7,8 +7,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from halfbyte.compare import can_judge, exit_code, rendered
 from halfbyte.records.errors import UserError
 from halfbyte.records.record import find_records, load_record
@@ -51,12 +49,16 @@ def run(args: Namespace) -> int:
 
 def _asked(folder: RunFolder) -> tuple[str, str | None]:
     """The policy and the published table that the run's recipe names."""
-    try:
-        recipe = yaml.safe_load(folder.recipe.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    from halfbyte.reports.evidence import read_recipe
+
+    recipe = read_recipe(folder)
+    if not recipe:
         hint = "give a folder that `halfbyte run` wrote"
-        raise UserError(f"{folder.root} is no run: it has no recipe.yaml", hint) from None
-    return recipe["gate"]["policy"], recipe.get("published")
+        raise UserError(f"{folder.root} is no run: it has no recipe.yaml", hint)
+    gate = recipe.get("gate")
+    if not isinstance(gate, dict) or not isinstance(gate.get("policy"), str):
+        raise UserError(f"{folder.recipe} names no policy (gate: policy)", "run the recipe again")
+    return gate["policy"], recipe.get("published")
 
 
 def _limits(records: Path) -> dict[str, int | None]:

@@ -213,6 +213,9 @@ class Training(_Strict):
     steps: list[TrainingStep]
     """Of the training curve; of a long one as many as can be drawn, evenly through it, the last one among them."""
     validations: list[ValidationStep]
+    settings: str = ""
+    """Digest of what the recipe says of model, quantization and training, but for the seed of training: candidates with
+    the same one are seeds of one training."""
 
 
 class Gain(_Strict):

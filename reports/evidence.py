@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from halfbyte.records.canary import CANARY_FILE, CanaryRecord, load_canary
+from halfbyte.records.digests import value_digest
 from halfbyte.records.errors import UserError
 from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
 from halfbyte.records.files import read_json
@@ -73,12 +74,17 @@ def with_evidence(comparison: Comparison, run: RunFolder | None, published: str 
     manifest = None if run is None or not run.manifest.is_file() else load_manifest(run.manifest)
     # A run also holds records of the original model, of which nothing here speaks.
     if run is not None and manifest is not None and manifest.checkpoint_digest == comparison.candidate.digest:
+        recipe = read_recipe(run)
+        training = read_training(run.training, manifest.keys.get("checkpoint", ""), _settings(recipe))
+        lost = training is None and recipe.get("train") is not None
+        note = f"its recipe trains, and {run.training} does not say how, so that it is called PTQ here"
         comparison = comparison.model_copy(
             update={
                 "manifest": manifest.model_dump(mode="json"),
                 "layers": layer_table(run.checkpoint),
-                "training": read_training(run.training, manifest.keys.get("checkpoint", "")),
-                "quantized_by": _quantized_by(run),
+                "training": training,
+                "quantized_by": _quantized_by(recipe),
+                "notes": comparison.notes + [note] * lost,
             }
         )
     if comparison.training is not None and comparison.policy is not None:
@@ -88,12 +94,35 @@ def with_evidence(comparison: Comparison, run: RunFolder | None, published: str 
     return comparison.model_copy(update={"published": tables})
 
 
-def _quantized_by(run: RunFolder) -> str | None:
-    """What the run's recipe names: ModelOpt's recipe, a preset, or the algorithm beside an inline configuration."""
+def read_recipe(run: RunFolder) -> dict[str, Any]:
+    """The recipe that a run was made from; empty where it is not at hand.
+
+    Raises:
+        UserError: when the file is no recipe.
+    """
     if not run.recipe.is_file():
-        return None
-    found: Any = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
-    block = found.get("quantize") if isinstance(found, dict) else None
+        return {}
+    try:
+        found: Any = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date that is none
+        raise UserError(f"{run.recipe} is no recipe: {error}", "run the recipe again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{run.recipe} is no recipe", "run the recipe again")
+    return found
+
+
+def _settings(recipe: dict[str, Any]) -> str:
+    """See comparison.Training."""
+    blocks = {name: recipe.get(name) for name in ("model", "quantize", "train")}
+    train = blocks["train"]
+    if isinstance(train, dict):
+        blocks["train"] = {name: value for name, value in train.items() if name != "seed"}
+    return value_digest(blocks)
+
+
+def _quantized_by(recipe: dict[str, Any]) -> str | None:
+    """What a recipe names: ModelOpt's recipe, a preset, or the algorithm beside an inline configuration."""
+    block = recipe.get("quantize")
     if not isinstance(block, dict):
         return None
     named = next((block[key] for key in ("recipe", "preset", "algorithm") if block.get(key)), None)

@@ -53,16 +53,22 @@ def grouped(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
     formats = list(dict.fromkeys(one.candidate.format for one in comparisons))
     rows: list[list[Comparison]] = []
     for one in sorted(comparisons, key=lambda one: (formats.index(one.candidate.format), _ORDER.index(one.method))):
-        last = rows[-1][-1] if rows else None
-        if last is not None and one.training and (last.candidate.format, last.method) == _kind(one):
-            rows[-1].append(one)
-        else:
+        row = next((row for row in rows if _another_seed(one, row)), None)
+        if row is None:
             rows.append([one])
+        else:
+            row.append(one)
     return [sorted(row, key=_seed) for row in rows]
 
 
-def _kind(one: Comparison) -> tuple[str, Method]:
-    return (one.candidate.format, one.method)
+def _another_seed(one: Comparison, row: Sequence[Comparison]) -> bool:
+    """Whether a candidate is of the training of a row, with another seed than all that are in it."""
+    if one.training is None or row[0].training is None or _seed(one) in map(_seed, row):
+        return False
+    kinds = {
+        (found.candidate.format, found.method, found.training.settings) for found in (one, row[0]) if found.training
+    }
+    return len(kinds) == 1
 
 
 def _seed(one: Comparison) -> int:

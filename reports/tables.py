@@ -118,8 +118,12 @@ def _models(title: str, comparisons: Sequence[Comparison], rows: list[list[Compa
         nothing += [figures.NONE] * flipped
         known = [figures.figure(before[key]) for key in shown]
         cells.append([f"{first} (baseline)", *known, *nothing, *weight, "baseline"])
-    for row in rows:
-        name = names[id(row[0])] if len(row) == 1 else f"{row[0].label}, {len(row)} seeds"
+    together = [f"{row[0].label}, {len(row)} seeds" for row in rows]
+    for row, name in zip(rows, together, strict=True):
+        if len(row) == 1:
+            name = names[id(row[0])]
+        elif together.count(name) > 1 and row[0].training is not None:
+            name = f"{name} {row[0].training.settings[:6]}"
         after = [{key: pair[1] for key, pair in _scores_of(one).items()} for one in row]
         cells.append(
             [

@@ -18,12 +18,13 @@ _BETTER_ALPHA = 0.05
 _STOPPED = {"max_steps": "all steps done", "patience": "no longer better"}
 
 
-def read_training(folder: Path, key: str) -> Training | None:
+def read_training(folder: Path, key: str, settings: str = "") -> Training | None:
     """The training in a run's folder; None where there is none, or it has not ended.
 
     Args:
         folder: The run's training/.
         key: Of what made the checkpoint, which is that of its training.
+        settings: See Training.
 
     Raises:
         UserError: when the record is of another training, or it and its curves are damaged or do not belong together.
@@ -49,7 +50,7 @@ def read_training(folder: Path, key: str) -> Training | None:
     steps = spread_out(curves.steps, _POINTS)
     if steps and steps[-1] is not curves.steps[-1]:
         steps = [*steps, curves.steps[-1]]
-    return Training(record=record, steps=steps, validations=curves.validations)
+    return Training(record=record, steps=steps, validations=curves.validations, settings=settings)
 
 
 def training_table(comparisons: Sequence[Comparison]) -> Table | None:

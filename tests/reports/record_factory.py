@@ -244,6 +244,7 @@ def write_run(
     baseline: ModelSummary | None = None,
     baseline_values: Sequence[Any] | dict[str, Sequence[Any]] | None = None,
     preset: str = "nvfp4_default",
+    train: str = "null",
     **record: Any,
 ) -> RunFolder:
     """Writes a run folder with the records of a candidate and its baseline, as `halfbyte run` leaves it."""
@@ -251,7 +252,9 @@ def write_run(
     write_record(run.evaluations(of.digest) / "task", values, of=of, **record)
     if baseline_values is not None:
         write_record(run.evaluations(before.digest) / "task", baseline_values, of=before, **record)
-    run.recipe.write_text(f"gate: {{policy: release}}\nquantize: {{preset: {preset}}}\n", encoding="utf-8")
+    run.recipe.write_text(
+        f"gate: {{policy: release}}\nquantize: {{preset: {preset}}}\ntrain: {train}\n", encoding="utf-8"
+    )
     Manifest(
         recipe=root.name,
         recipe_digest=digest("recipe"),

@@ -289,3 +289,38 @@ def test_a_trained_candidate_that_beats_its_baseline_is_no_anomaly_and_an_untrai
     text = " ".join(render_text([plain, trained]).split())
     assert "NVFP4 QAD: better than its baseline beyond chance" in text
     assert "NVFP4 PTQ: better than its baseline beyond chance" not in text
+
+
+def test_trainings_of_other_settings_are_no_seeds_of_one(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    for number, (seed, rate) in enumerate([(1, "1e-5"), (2, "1e-5"), (1, "1e-4"), (2, "1e-4"), (2, "1e-4")]):
+        of = summary(f"qad-{number}")
+        train = f"{{method: qad, learning_rate: {rate}, seed: {seed}}}"
+        values = scores(60 + number)
+        run = write_run(tmp_path / of.name, values, of=of, baseline_values=BASELINE, task="mmlu", train=train)
+        write_training(run.training, seed=seed)
+    found = reported([tmp_path / f"qad-{number}" for number in range(5)])
+    assert [one.seeds for one in comparison_file(found).methods] == [[1, 2], [1, 2], [2]]
+    names = [line.split("  ")[0] for line in render_text(found).split("\n\n")[0].splitlines()[3:]]
+    assert len(set(names)) == 3
+    assert [name[:19] for name in names] == [
+        "NVFP4 QAD, 2 seeds ",
+        "NVFP4 QAD, 2 seeds ",
+        f"NVFP4 QAD, seed 2 {summary('qad-4').digest[0]}",
+    ]
+
+
+def test_a_trained_checkpoint_whose_training_is_not_at_hand_says_so(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    of = summary("qad")
+    train = "{method: qad, seed: 1}"
+    run = write_run(tmp_path / "qad", scores(60), of=of, baseline_values=BASELINE, task="mmlu", train=train)
+    text = " ".join(render_text(reported([run.root])).split())
+    assert "its recipe trains, and" in text
+    write_training(run.training)
+    assert "its recipe trains, and" not in " ".join(render_text(reported([run.root])).split())
+
+
+@pytest.mark.parametrize("content", ["[1]", "gate: [", "quantize: {preset: fp8}", "date: 2026-13-01"])
+def test_the_recipe_of_a_run_that_is_none_is_one_line(tmp_path: Path, cache: Path, content: str) -> None:  # noqa: ARG001
+    run = write_run(tmp_path / "ptq", scores(60), of=summary("ptq"), baseline_values=BASELINE, task="mmlu")
+    run.recipe.write_text(content, encoding="utf-8")
+    assert main(["report", str(run.root)]) == 2
