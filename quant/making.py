@@ -70,11 +70,14 @@ class Making:
         spec = job.recipe.quantize.calibration
         with ThreadPoolExecutor(max_workers=1) as beside:
             hashed = beside.submit(lambda: job.key)  # reads the same files as loading, and leaves Python's lock to it
+            tokenized = beside.submit(self._sequences)
             with timed(seconds, "load"):
                 model = self._open()
                 require_same_vocabulary(model, self.tokenizer)
             with timed(seconds, "digest"):  # what loading left of it
                 hashed.result()
+            with timed(seconds, "texts"):
+                sequences, data = tokenized.result()
         known = ptq.has_calibration(run.calibration, job.key)
         self.processes.wait()  # until all have looked, before one writes it
         if known:
@@ -83,12 +86,7 @@ class Making:
                 state = ptq.load_calibration(model, run.calibration)
             self.data, seconds["calibrate"] = state["data"], state["seconds"]
             return model
-        texts: list[str] = []
-        for entry in spec.sources:
-            found = load_texts(entry, seed=spec.seed, data_root=self.data_root)
-            texts += found.texts
-            self.data[" ".join(filter(None, ["calibration:", entry.dataset, entry.name, entry.split]))] = found.digest
-        sequences = calibration.tokenize(texts, self.tokenizer, spec.length)
+        self.data = data
         loop = calibration.forward_loop(
             sequences,
             tokens_per_row=spec.length * spec.batch_size,
@@ -101,6 +99,19 @@ class Making:
                 ptq.save_calibration(model, run.calibration, job.key, data=self.data, seconds=seconds["calibrate"])
         self.processes.wait()
         return model
+
+    def _sequences(self) -> tuple[list[list[int]], dict[str, str]]:
+        """The calibration texts as tokens, and what the manifest says of them; nothing where none are needed."""
+        texts: list[str] = []
+        data: dict[str, str] = {}
+        if ptq.has_calibration(self.run.calibration, self.job.key):
+            return [], data
+        spec = self.job.recipe.quantize.calibration
+        for entry in spec.sources:
+            found = load_texts(entry, seed=spec.seed, data_root=self.data_root)
+            texts += found.texts
+            data[" ".join(filter(None, ["calibration:", entry.dataset, entry.name, entry.split]))] = found.digest
+        return calibration.tokenize(texts, self.tokenizer, spec.length), data
 
     def ready(self, questions: Questions | None) -> PreTrainedModel:
         """The model to be settled and exported: calibrated, and where the recipe trains the best of that.

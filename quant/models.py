@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +80,21 @@ def device_of(name: str | None) -> torch.device:
             f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs",
         )
     return device
+
+
+def wake(device: torch.device) -> None:
+    """Begins in the background to make a GPU ready: the driver and cuBLAS take a second to start.
+
+    Not where several processes share the work: which GPU is whose, is not known yet.
+    """
+
+    def multiply() -> None:
+        with suppress(RuntimeError):  # what goes wrong, loading will meet again
+            ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+            torch.mm(ones, ones)
+
+    if device.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        Thread(target=multiply, name="wake").start()
 
 
 def compute_dtype(name: str, device: torch.device, own: torch.dtype) -> torch.dtype:

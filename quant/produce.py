@@ -17,7 +17,7 @@ from halfbyte.quant.checkpoint import quant_format, summarize, torch_dtype
 from halfbyte.quant.configs import quant_config
 from halfbyte.quant.load import Described, Loaded, describe, load
 from halfbyte.quant.making import Making, Questions, timed
-from halfbyte.quant.models import Source, compute_dtype, device_of, locate
+from halfbyte.quant.models import Source, compute_dtype, device_of, locate, wake
 from halfbyte.quant.plan import Plan, make_plan
 from halfbyte.quant.processes import Processes
 from halfbyte.quant.trainable import identity, require_trainable
@@ -106,8 +106,8 @@ def prepare(recipe: Recipe, device: str | None = None, *, read_ahead: bool = Tru
     Args:
         recipe: What is asked for.
         device: See models.device_of.
-        read_ahead: Whether to begin with hashing the model's files, which takes as long as importing ModelOpt; of no
-            use to who wants the plan alone.
+        read_ahead: Whether to begin with what takes as long as importing ModelOpt: hashing the model's files, and
+            making the GPU ready. Of no use to who wants the plan alone.
 
     Raises:
         UserError: for whatever can be known to fail before hours are spent.
@@ -115,6 +115,8 @@ def prepare(recipe: Recipe, device: str | None = None, *, read_ahead: bool = Tru
     where = device_of(device)
     if recipe.model.kind != "causal-lm":
         raise UserError(f"model kind '{recipe.model.kind}' cannot be quantized yet", "supported: causal-lm")
+    if read_ahead:
+        wake(where)
     spec = recipe.model
     find = partial(locate, spec.id, revision=spec.revision, gguf_file=spec.gguf_file, dtype=spec.dtype)
     local = Path(spec.id).expanduser().exists()  # what must be fetched waits for the quantize block

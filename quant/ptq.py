@@ -18,7 +18,7 @@ from halfbyte.quant.backend import register
 from halfbyte.quant.configs import methods
 from halfbyte.quant.elements import E4M3_BITS
 from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, FP8_BLOCK, amax_of_scale, scale_of_amax
-from halfbyte.quant.patches import fused_once, shards_side_by_side, unhurried_max
+from halfbyte.quant.patches import fused_once, memory_kept, shards_side_by_side, unhurried_max
 from halfbyte.quant.rounding import Unstable, kept_buffers, put_back, quantized_weights, round_in_place
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.digests import file_digests
@@ -285,7 +285,7 @@ def export(
     put_back(model, unstable)
     _divide_on_a_cpu(model)
     _cast_kept(model, dtype)
-    with quiet_upstream(), fused_once(), shards_side_by_side():
+    with quiet_upstream(), fused_once(), memory_kept(), shards_side_by_side():
         export_hf_checkpoint(model, dtype=dtype, export_dir=folder, max_shard_size=_SHARD)
         tokenizer.save_pretrained(folder)
     if weight_only:

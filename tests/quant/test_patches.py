@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,27 @@ def test_a_weight_is_looked_at_again_only_where_it_has_changed(monkeypatch: pyte
         for calibrator in calibrators:
             calibrator.reset()
         assert forward() == [2 * first[0], 4 * first[1]]
+
+
+def test_an_export_gives_memory_back_after_each_weight_by_itself_and_not_within_ours(
+    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # When the first part fails, patches.memory_kept may have become needless.
+    from modelopt.torch.export import export_hf_checkpoint
+
+    calls: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
+    loop = calibration.forward_loop(sequences(4), tokens_per_row=64, pack=True)
+    for times in (14, 0):
+        model = make_model("llama").float()
+        model.config.architectures = [type(model).__name__]
+        ptq.calibrate(model, configs.quant_config(spec("fp8")), loop)
+        calls.clear()
+        if times:
+            export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=tmp_path / "theirs")
+        else:
+            ptq.export(model, tiny_tokenizer, tmp_path / "ours", torch.bfloat16, ptq.settle(model))
+        assert len(calls) == times
 
 
 def _looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
