@@ -47,15 +47,15 @@ def settings_key(
 
     Args:
         spec: The task.
-        settings: The settings all tasks share; `tasks`, `fidelity`, `canary`, `weights` and `allow_truncated` have no
-            part in it.
+        settings: The settings all tasks share; `tasks`, `images`, `fidelity`, `canary`, `weights` and `allow_truncated`
+            have no part in it.
         model_digest: records.digests.model_digest of the model evaluated.
         device: Kind of device: cpu, cuda.
         dtype: Type to compute in, as resolved: bfloat16, float16, float32.
         repeat: See evaluate_task.
         served: See evaluate_backend.
     """
-    without_effect = {"tasks", "fidelity", "canary", "dtype", "weights", "allow_truncated"}
+    without_effect = {"tasks", "images", "fidelity", "canary", "dtype", "weights", "allow_truncated"}
     shared = settings.model_dump(mode="json", exclude=without_effect)
     if settings.server is not None:
         shared["server"] = settings.server.api, served  # the same engine answers the same, wherever it runs

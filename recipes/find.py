@@ -18,7 +18,7 @@ from halfbyte.records.errors import UserError, unknown_name
 SUFFIXES = (".yaml", ".yml")
 
 # Fields whose value may be a file or folder that lies beside the recipe.
-_PATH_FIELDS = ("id", "dataset", "recipe", "policy")
+_PATH_FIELDS = ("id", "dataset", "recipe", "policy", "prompts")
 
 
 def shipped_files() -> dict[str, Path]:
@@ -107,11 +107,12 @@ def load_evaluation(content: dict[str, Any], overrides: Sequence[str] = ()) -> E
 
 
 def with_limit(recipe: Recipe, limit: int | None) -> Recipe:
-    """The recipe with each task cut to its first `limit` questions; unchanged for None."""
+    """The recipe with each task cut to its first `limit` questions or prompts; unchanged for None."""
     if limit is None:
         return recipe
     content = recipe.model_dump()
-    for task in content["evaluate"]["tasks"]:
+    images = content["evaluate"]["images"]
+    for task in [*content["evaluate"]["tasks"], *([images] if images else [])]:
         task["limit"] = limit
     return Recipe.model_validate(content)
 
@@ -134,6 +135,8 @@ def recipe_digest(recipe: Recipe) -> str:
     others = [*train["sources"], *sampled, *([fidelity["source"]] if fidelity else [])]
     for source in [*content["quantize"]["calibration"]["sources"], *others]:
         source["dataset"] = text_identity(source["dataset"])
+    if content["evaluate"]["images"]:
+        content["evaluate"]["images"]["prompts"] = text_identity(content["evaluate"]["images"]["prompts"])
     return value_digest(content)
 
 
@@ -205,8 +208,13 @@ def _beside(value: Any, folder: Path, key: str | None = None) -> Any:
         # policy is not taken for a folder that happens to lie there.
         if (path.is_file() and path.suffix) or (key == "id" and path.is_dir()):
             return str(path.resolve())
-        shipped = Path(str(files("halfbyte.recipes"))) / "llm" / value
-        if key == "dataset" and shipped.suffix == ".txt" and shipped.is_file() and not Path(value).exists():
+        shipped = Path(str(files("halfbyte.recipes"))) / ("image" if key == "prompts" else "llm") / value
+        if (
+            key in ("dataset", "prompts")
+            and shipped.suffix == ".txt"
+            and shipped.is_file()
+            and not Path(value).exists()
+        ):
             return str(shipped)
     return value
 

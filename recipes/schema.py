@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from halfbyte.recipes.images import ImagesSpec
 from halfbyte.recipes.sources import ModelSpec, Strict, TextSource
 from halfbyte.recipes.training import TrainSpec
 
@@ -17,6 +18,7 @@ __all__ = [
     "EvaluateSpec",
     "FidelitySpec",
     "GateSpec",
+    "ImagesSpec",
     "ModelSpec",
     "QuantizeSpec",
     "Recipe",
@@ -203,10 +205,22 @@ class EvaluateSpec(Strict):
     apply_chat_template: bool = False
     system_prompt: str | None = None
     seed: int = Field(default=1234, ge=0, lt=2**32)  # numpy takes no other
-    tasks: list[TaskSpec] = Field(min_length=1)
+    tasks: list[TaskSpec] = Field(default_factory=list)
+    """lm-eval's tasks, for language models."""
+    images: ImagesSpec | None = None
+    """For models that draw."""
     fidelity: FidelitySpec | None = None
     canary: CanarySpec | None = CanarySpec()
     """None for no canary."""
+
+    @model_validator(mode="after")
+    def _something(self) -> EvaluateSpec:
+        if bool(self.tasks) == (self.images is not None):
+            raise ValueError(
+                "give tasks for a language model or images for one that draws"
+                + (", not both" if self.tasks else "; there is nothing to evaluate")
+            )
+        return self
 
     @model_validator(mode="after")
     def _belong_together(self) -> EvaluateSpec:

@@ -116,7 +116,9 @@ class ImageSet:
         path = folder / ENTRIES_FILE
         if not path.is_file():
             raise UserError(f"{folder} holds no whole set of images", "generate it again")
-        settings = read_as(folder / SETTINGS_FILE, ImageSettings, "the settings of a set of images", "generate it again")
+        settings = read_as(
+            folder / SETTINGS_FILE, ImageSettings, "the settings of a set of images", "generate it again"
+        )
         entries: list[ImageEntry] = []
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             try:
@@ -134,7 +136,9 @@ class ImageSet:
     def save(self) -> None:
         """Writes settings.json and images.jsonl, atomically and in this order; the images are there already."""
         write_json(self.folder / SETTINGS_FILE, self.settings.model_dump(mode="json"))
-        lines = [json.dumps(entry.model_dump(mode="json"), sort_keys=True, ensure_ascii=False) for entry in self.entries]
+        lines = [
+            json.dumps(entry.model_dump(mode="json"), sort_keys=True, ensure_ascii=False) for entry in self.entries
+        ]
         write_text(self.folder / ENTRIES_FILE, "".join(f"{line}\n" for line in lines))
 
     def verify(self) -> None:

@@ -205,6 +205,8 @@ class EvaluationRecord(_Strict):
     where nothing was computed in this process, and in older records."""
     memory_kind: MemoryKind | None = None
     """What memory_bytes is of."""
+    missing: dict[str, str] = Field(default_factory=dict)
+    """Metrics that were asked for and could not be computed, with the reason: no gate passes on them."""
     served: str | None = None
     """What a server said of itself: engine, version and the name of the model; None where none was asked."""
     repeat: int = 0
