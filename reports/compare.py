@@ -28,7 +28,7 @@ from halfbyte.reports.metrics import definition
 from halfbyte.reports.pairing import Matched, Pairs, pair
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.power import spread
-from halfbyte.reports.statistics import ALPHA, FAIL_ALPHA, Interval, NoSpread, holm, t_interval, tango_interval
+from halfbyte.reports.statistics import ALPHA, FAIL_ALPHA, Array, Interval, NoSpread, holm, t_interval, tango_interval
 from halfbyte.reports.waivers import latest_time, remember_time
 
 DEGRADED_ALPHA = 0.05
@@ -91,7 +91,7 @@ def compare(
         tasks=rows,
         set_metrics=[figure for one in matched for figure in one.set_metrics],
         degraded=[row.task for row in rows if row.p_degraded is not None and row.p_degraded < DEGRADED_ALPHA],
-        fidelity=None if fidelity is None else _fidelity(fidelity, first, second, alpha),
+        fidelity=None if fidelity is None else _fidelity(fidelity, first, second, alpha, fail_alpha),
         canary_failure=None if canary is None else _canary_failure(canary, first, second),
         allowed=list(
             dict.fromkeys(f"{one.baseline.task}: {difference}" for one in matched for difference in one.allowed)
@@ -365,7 +365,9 @@ def _clock_notes(created: str, latest: str) -> list[str]:
     ]
 
 
-def _fidelity(record: FidelityRecord, baseline: ModelSummary, candidate: ModelSummary, alpha: float) -> FidelityResult:
+def _fidelity(
+    record: FidelityRecord, baseline: ModelSummary, candidate: ModelSummary, alpha: float, fail_alpha: float
+) -> FidelityResult:
     for side, ours, theirs in (("baseline", record.baseline, baseline), ("candidate", record.candidate, candidate)):
         if ours.digest != theirs.digest:
             raise UserError(
@@ -387,7 +389,7 @@ def _fidelity(record: FidelityRecord, baseline: ModelSummary, candidate: ModelSu
             raise UserError(
                 f"the fidelity record claims {claim:g} where its windows sum to {value:g}", "measure fidelity again"
             )
-    found = ratio_interval(nll[:, 1] - nll[:, 0], tokens, alpha)
+    found, wide = (_of_perplexities(nll[:, 1] - nll[:, 0], tokens, error) for error in (alpha, fail_alpha))
     return FidelityResult(
         text=record.text,
         tokens=int(total),
@@ -399,8 +401,15 @@ def _fidelity(record: FidelityRecord, baseline: ModelSummary, candidate: ModelSu
         baseline_perplexity=perplexities[0],
         candidate_perplexity=perplexities[1],
         ratio=perplexities[1] / perplexities[0],
-        ratio_interval=found
-        and Interval(math.exp(found.low), math.exp(found.high), found.level, "paired bootstrap over windows"),
+        ratio_interval=found,
+        ratio_wide=wide,
         text_digest=record.text_digest,
         sums=record.windows,
     )
+
+
+def _of_perplexities(losses: Array, tokens: Array, alpha: float) -> Interval | None:
+    found = ratio_interval(losses, tokens, alpha)
+    if found is None:
+        return None
+    return Interval(math.exp(found.low), math.exp(found.high), found.level, "paired bootstrap over windows")

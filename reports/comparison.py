@@ -163,6 +163,9 @@ class FidelityResult(_Strict):
     ratio: float
     """Candidate's perplexity over the baseline's; lower is better."""
     ratio_interval: Interval | None
+    """A pass is read off its upper end."""
+    ratio_wide: Interval | None = None
+    """The interval of the smaller error at which a loss is called proven: a fail is read off its lower end."""
     judgement: Judgement | None = None
     text_digest: str = ""
     sums: list[Window] = Field(default_factory=list)

@@ -343,7 +343,7 @@ def _judge_perplexity(fidelity: FidelityResult, policy: Policy) -> Judgement | N
     margin = policy.perplexity_margin
     if margin is None:
         return None
-    word = word_of(fidelity.ratio_interval, fidelity.ratio_interval, 1 + margin)
+    word = word_of(fidelity.ratio_interval, fidelity.ratio_wide, 1 + margin)
     reason = None if fidelity.ratio_interval else "the windows carry no interval"
     if fidelity.windows < MIN_WINDOWS:
         word, reason = "inconclusive", f"{fidelity.windows} windows are too few, {MIN_WINDOWS} are needed"

@@ -123,7 +123,7 @@ def pair(baseline: Path, candidate: Path, allow: Collection[str] = (), allow_unk
     values = _values(sides, metric, higher)
 
     def whole(primary: str | None) -> list[SetMetric]:
-        return set_metrics(first, second, baseline, candidate, ours.values(), primary=primary)
+        return set_metrics(first, second, baseline, candidate, (ours.values(), theirs.values()), primary=primary)
 
     if values is None:
         return Matched(first, second, metric, filter_name, higher, allowed, whole(metric))

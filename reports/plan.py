@@ -22,6 +22,7 @@ from halfbyte.reports.power import (
 )
 from halfbyte.reports.tables import Table
 
+_MOST = 10**9  # questions or samples
 FLIP_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 # Questions of the test sets, with all subtasks.
 QUESTIONS = {
@@ -78,6 +79,8 @@ def parse_tasks(text: str) -> list[PlannedTask]:
         number = int(questions) if questions is not None else QUESTIONS[name]
         if number < 1 or samples < 1:
             raise UserError(f"'{part}' has no questions or no samples", "both are at least 1")
+        if max(number, samples) > _MOST:
+            raise UserError(f"'{part}' is more than anybody evaluates", f"give at most {figures.count(_MOST)}")
         found.append(PlannedTask(name, number, samples))
     if not found:
         raise UserError("no task to plan for was named", f"known: {', '.join(sorted(QUESTIONS))}")
@@ -112,6 +115,11 @@ def outlook(task: PlannedTask, flips: float, policy: Policy) -> Outlook:
 def _margin(task: str, policy: Policy) -> float:
     if policy.ratio is not None:
         return 1 - policy.ratio  # of a baseline that answers everything: the largest it can be
+    if policy.margin is None and task not in policy.margins:
+        raise UserError(
+            f"policy '{policy.name}' has no margin for shares between 0 and 1, which {task} is planned as",
+            f"take another policy, or name one for the task: margins: {{{task}: ...}}",
+        )
     return policy.margin_of(task, "a share between 0 and 1", SHARE)
 
 
@@ -163,9 +171,15 @@ def plan_table(rows: Sequence[Outlook], policy: Policy) -> Table:
 
 def how_to_read_plan(policy: Policy) -> str:
     """What the columns mean."""
-    return (
+    text = (
         f"Flips is the share of questions whose answer changes though nothing is lost. Smallest loss seen: a true loss "
         f"that these questions prove with {figures.level(POWER)} probability, and the smallest margin under which a "
         f"candidate that lost nothing passes as often. Questions needed: for {figures.level(POWER)} at the margin of "
         f"policy '{policy.name}'. Samples: the same by asking each question several times, at best."
+    )
+    if policy.ratio is None:
+        return text
+    return text + (
+        f" Policy '{policy.name}' judges a score by its point estimate and needs no proof: planned is a proof of the "
+        "same margin, for a baseline that answers everything."
     )

@@ -170,10 +170,21 @@ def load_policy(name: str) -> Policy:
     raise unknown_name("policy", name, shipped)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice: people read the first, and YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _parse(text: str, source: str) -> Policy:
     try:
-        content: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        content: Any = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         raise UserError(f"policy {source} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise UserError(f"policy {source} is not a mapping of settings", "see the shipped policy 'release'")

@@ -53,7 +53,7 @@ def set_metrics(
     second: EvaluationRecord,
     baseline: Path,
     candidate: Path,
-    lines: Collection[Line],
+    lines: tuple[Collection[Line], Collection[Line]],
     *,
     primary: str | None,
 ) -> list[SetMetric]:
@@ -64,24 +64,26 @@ def set_metrics(
         second: The candidate's.
         baseline: Its folder.
         candidate: The other's.
-        lines: The baseline's questions, from which it is told which metrics have values of their own.
+        lines: Both sides' questions, from which it is told which metrics have values of their own.
         primary: The metric that the task is looked at by where that is one of the whole set; else None.
 
     Raises:
-        UserError: when a figure is no number, or the candidate has none.
+        UserError: when a figure is no number, or one side has none.
     """
-    theirs = {(one.subtask, one.metric, one.filter): one for one in second.metrics}
-    whole: dict[tuple[str, str], bool] = {}
+    ours, theirs = (
+        {
+            (one.subtask, one.metric, one.filter): one
+            for one in _of_the_task(record)
+            if one.metric == primary or _has_none(one, questions)
+        }
+        for record, questions in zip((first, second), lines, strict=True)
+    )
+    for folder, lacking in ((candidate, ours.keys() - theirs.keys()), (baseline, theirs.keys() - ours.keys())):
+        for subtask, metric, _ in sorted(lacking):
+            raise UserError(f"the record in {folder} has no {metric} of {subtask}", "evaluate again")
     found = []
-    for one in _of_the_task(first):
-        known = (one.metric, one.filter)
-        if known not in whole:
-            whole[known] = one.metric == primary or _has_none(one, lines)
-        if not whole[known]:
-            continue
-        other = theirs.get((one.subtask, one.metric, one.filter))
-        if other is None:
-            raise UserError(f"the record in {candidate} has no {one.metric} of {one.subtask}", "evaluate again")
+    for key, one in ours.items():
+        other = theirs[key]
         for folder, figure in ((baseline, one), (candidate, other)):
             if not math.isfinite(figure.value):
                 raise UserError(f"{one.metric} of {one.subtask} in {folder} is {figure.value}", "evaluate again")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from halfbyte.records.errors import disk_full_is_a_user_error
+from halfbyte.records.errors import UserError, disk_full_is_a_user_error
 from halfbyte.reports.comparison import Comparison
 from halfbyte.reports.text import render_markdown
 
@@ -23,6 +23,8 @@ def write_step_summary(comparisons: Sequence[Comparison]) -> Path | None:
     if not named:
         return None
     path = Path(named)
+    if not path.parent.is_dir():
+        raise UserError(f"${STEP_SUMMARY} names {path}, and there is no such folder", "unset it, or make the folder")
     with disk_full_is_a_user_error(path), path.open("a", encoding="utf-8") as file:
         file.write(render_markdown(comparisons) + "\n")
     return path

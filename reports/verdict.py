@@ -211,11 +211,12 @@ def _say_ratio(seen: str, row: TaskResult, judgement: Judgement, policy: Policy)
 
 
 def _say_perplexity(label: str, fidelity: FidelityResult, judgement: Judgement) -> tuple[str, str]:
+    shown = fidelity.ratio_wide if judgement.verdict == "fail" else fidelity.ratio_interval
+    interval = "no interval" if shown is None else f"{figures.level(shown.level)} interval {figures.interval(shown)}"
     seen = (
         f"perplexity went from {figures.figure(fidelity.baseline_perplexity)} to "
         f"{figures.figure(fidelity.candidate_perplexity)} (lower is better), a ratio of "
-        f"{figures.figure(fidelity.ratio)} [{figures.interval(fidelity.ratio_interval)}], where "
-        f"{figures.figure(1 + judgement.margin)} is tolerated"
+        f"{figures.figure(fidelity.ratio)} ({interval}), where {figures.figure(1 + judgement.margin)} is tolerated"
     )
     if judgement.verdict == "fail":
         return f"{label} loses too much: {seen}.", "Do not release it. Quantize less and run again."

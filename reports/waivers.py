@@ -25,13 +25,13 @@ def latest_time(times: Iterable[str]) -> str:
     mark = cache_folder() / MARK
     try:
         seen = [_time(text) for text in times]
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise UserError(f"a record says of when it was made what is no time: {error}", "evaluate again") from None
     try:
         seen.append(_time(mark.read_text(encoding="ascii").strip()))
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         pass
-    except ValueError:  # a torn or foreign file says nothing
+    except (ValueError, OverflowError):  # a torn or foreign file says nothing
         pass
     return max(seen).isoformat(timespec="seconds")
 
@@ -47,7 +47,7 @@ def remember_time(text: str) -> None:
 
 def _time(text: str) -> datetime:
     found = datetime.fromisoformat(text)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+    return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def refuse_unknown_tasks(policy: Policy, tasks: Iterable[str]) -> None:
@@ -63,13 +63,13 @@ def refuse_unknown_tasks(policy: Policy, tasks: Iterable[str]) -> None:
 
 def waiver_of(policy: Policy, task: str, digest: str, time: str) -> Waiver | None:
     """The waiver that holds for a task of a candidate at `time`."""
-    day = _time(time).astimezone(UTC).date()
+    day = _time(time).date()
     return next((one for one in policy.waivers if one.task == task and _refusal(one, digest, day) is None), None)
 
 
 def sentences(policy: Policy, applied: Iterable[Waiver], digest: str, time: str) -> list[str]:
     """One sentence for each of the policy's waivers: whom it comes from, why, until when, and whether it was used."""
-    day = _time(time).astimezone(UTC).date()
+    day = _time(time).date()
     used = list(applied)
     found = []
     for one in policy.waivers:

@@ -156,6 +156,14 @@ def test_the_step_summary_is_appended_where_ci_names_a_file(
     assert "**PASS: NVFP4.**" in text
 
 
+def test_a_step_summary_that_cannot_be_written_is_bad_input(
+    run_folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "none" / "summary.md"))
+    assert main(["gate", *map(str, run_folders(run_folder)), "--policy", "release"]) == 2
+    assert "GITHUB_STEP_SUMMARY names" in capsys.readouterr().err
+
+
 def test_what_differs_is_shown_above_the_error(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     write_record(tmp_path / "b", [1.0, 0.0], dtype="float32")
     write_record(tmp_path / "c", [1.0, 0.0], dtype="bfloat16", format="FP8")

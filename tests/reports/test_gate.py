@@ -208,6 +208,26 @@ def test_perplexity_is_gated_where_the_policy_says_so_and_lower_is_better(
     assert verdict(compare(tmp_path / "b", tmp_path / "c", RELEASE, record)) == ("pass", 0)  # advisory there
 
 
+def test_a_perplexity_is_called_too_high_at_the_error_of_a_fail(tmp_path: Path) -> None:
+    """The margin lies between the lower ends of both intervals: chance explains it as far as a fail is concerned."""
+    ours, theirs = flipped(2376, 1225, 5, 5)
+    folders = write_record(tmp_path / "b", ours), write_record(tmp_path / "c", theirs, format="NVFP4")
+    found = compare(*folders, RELEASE, fidelity(factor=1.05)).fidelity
+    assert found is not None
+    assert found.ratio_interval is not None
+    assert found.ratio_wide is not None
+    assert (found.ratio_interval.level, found.ratio_wide.level) == (pytest.approx(0.9), pytest.approx(0.98))
+    assert found.ratio_wide.low < found.ratio_interval.low < found.ratio
+    for low, expected in ((found.ratio_wide.low, "inconclusive"), (found.ratio_interval.low, "inconclusive")):
+        strict = policy(perplexity_margin=low - 1 + 1e-9)
+        assert verdict(compare(*folders, strict, fidelity(factor=1.05))) == (expected, 3)
+    strict = policy(perplexity_margin=found.ratio_wide.low - 1 - 1e-9)
+    failed = compare(*folders, strict, fidelity(factor=1.05))
+    assert verdict(failed) == ("fail", 1)
+    assert failed.verdict is not None
+    assert f"98% interval {found.ratio_wide.low:.4f} to {found.ratio_wide.high:.4f}" in failed.verdict.sentence
+
+
 def test_a_perplexity_gate_without_a_record_is_refused_and_with_few_windows_is_open(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no fidelity record"):
         gated(tmp_path, (2376, 1225, 5, 5), policy(perplexity_margin=0.02))

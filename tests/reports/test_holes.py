@@ -252,6 +252,13 @@ def test_a_clock_moved_back_behind_an_earlier_gate(tmp_path: Path, monkeypatch: 
     assert verdict(compare(*folders, waived("2026-12-01"))) == "fail"
 
 
+@pytest.mark.parametrize("created", ["9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+12:00", "yesterday"])
+def test_a_record_of_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, created: str) -> None:
+    monkeypatch.setattr("halfbyte.reports.compare.now", lambda: created)
+    with pytest.raises(UserError, match="what is no time"):
+        compare(*with_another_task(tmp_path), waived("2099-12-31"))
+
+
 def test_a_task_without_an_answer_parsed(tmp_path: Path) -> None:
     """A parser that reads nothing scores 0, which is no loss of accuracy."""
     ours, theirs = flipped(1000, 700, 600, 0)

@@ -11,7 +11,7 @@ from record_factory import flipped, write_record
 from halfbyte.main import main
 from halfbyte.records.errors import UserError
 from halfbyte.reports.compare import compare
-from halfbyte.reports.plan import PlannedTask, measured_plan, outlook, parse_tasks
+from halfbyte.reports.plan import PlannedTask, how_to_read_plan, measured_plan, outlook, parse_tasks, plan
 from halfbyte.reports.policy import load_policy
 from halfbyte.reports.power import fewest_questions
 
@@ -29,11 +29,28 @@ def test_tasks_are_named_with_their_questions_and_samples() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("mmul", "did you mean 'mmlu'"), ("", "no task"), ("mine=0", "no questions"), ("mine=5x0", "no questions")],
+    [
+        ("mmul", "did you mean 'mmlu'"),
+        ("", "no task"),
+        ("mine=0", "no questions"),
+        ("mine=5x0", "no questions"),
+        ("mine=" + 400 * "9", "more than anybody evaluates"),
+        ("mine=5x" + 400 * "9", "more than anybody evaluates"),
+    ],
 )
 def test_what_is_no_task_is_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_tasks(text)
+
+
+def test_a_policy_without_a_margin_for_shares_plans_for_no_share() -> None:
+    with pytest.raises(UserError, match=r"policy 'image' has no margin for shares between 0 and 1.*margins: \{mmlu"):
+        plan([PlannedTask("mmlu", 14_042)], load_policy("image"))
+
+
+def test_a_plan_under_a_ratio_says_that_it_is_of_a_proof() -> None:
+    assert "by its point estimate" in how_to_read_plan(load_policy("mlperf-99"))
+    assert "by its point estimate" not in how_to_read_plan(load_policy("release"))
 
 
 def test_gsm8k_alone_cannot_certify_one_point_unless_few_answers_flip() -> None:

@@ -49,6 +49,13 @@ def test_a_policy_is_found_by_path(tmp_path: Path) -> None:
         ("margin: 0.01", "margin: .inf", "margin: "),
         ("alpha: 0.05", "alpha: 0.7", "alpha: Input should be less than or equal to 0.2"),
         ("primary: all", "primary: [", "is not YAML"),
+        ("margin: 0.01", "margin: 0.01\nmargin: 0.2", "margin is there twice"),
+        ("margins: {}", "margins: {mmlu: 0.01, mmlu: 0.2}", "mmlu is there twice"),
+        (
+            "waivers: []",
+            "waivers: [{task: mmlu, reason: known since May, by: Ann, granted: 2026-13-01, expires: 2027-01-01}]",
+            "month must be in 1..12",
+        ),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -152,10 +152,11 @@ def test_different_questions_are_refused_for_a_whole_set_too(tmp_path: Path) -> 
         compare(tmp_path / "b", tmp_path / "c")
 
 
-def test_a_figure_that_one_side_lacks_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("having", ["b", "c"])
+def test_a_figure_that_one_side_lacks_is_refused(tmp_path: Path, having: str) -> None:
     bleu = Metric(subtask="texts", metric="bleu", filter="none", value=31.0, higher_is_better=True, questions=100)
-    for side, more in (("b", [bleu]), ("c", [])):
-        format = {"b": "bfloat16", "c": "FP8"}[side]
+    for side, format in (("b", "bfloat16"), ("c", "FP8")):
+        more = [bleu] if side == having else []
         write_record(tmp_path / side, [1.0, 0.0] * 50, task="texts", more=more, format=format)
     with pytest.raises(UserError, match=r"the record in .* has no bleu of texts"):
         compare(tmp_path / "b", tmp_path / "c")
