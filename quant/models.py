@@ -125,7 +125,7 @@ def locate(name: str, *, revision: str | None = None, gguf_file: str | None = No
     elif not path.is_dir():
         if path.is_absolute() or name.startswith(".") or name.count("/") != 1:
             raise UserError(f"model folder {name} does not exist", "give a folder, a .gguf file or a hub id ORG/NAME")
-        path = _snapshot(name, revision, gguf_file)
+        path = snapshot(name, revision, [gguf_file, *_HUB_PATTERNS[1:]] if gguf_file else _HUB_PATTERNS)
     elif gguf_file is None and RunFolder(path).recipe.is_file() and RunFolder(path).checkpoint.is_dir():
         path = RunFolder(path).checkpoint  # a run folder stands for the checkpoint in it
     if gguf_file is not None:
@@ -138,12 +138,16 @@ def locate(name: str, *, revision: str | None = None, gguf_file: str | None = No
     return Source(name, path, None, None if dtype in ("float32", plain_dtype(path)) else dtype)
 
 
-def _snapshot(name: str, revision: str | None, gguf_file: str | None) -> Path:
+def snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+    """The folder of a hub repository's files that match `patterns`, fetched where they are not there.
+
+    Raises:
+        UserError: when the hub has no such repository, it is gated or out of reach.
+    """
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    patterns = [gguf_file, *_HUB_PATTERNS[1:]] if gguf_file else _HUB_PATTERNS
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError:
@@ -214,7 +218,7 @@ def require_same_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokeniz
 
 
 # What transformers raises for a configuration that makes no sense, or weights that are none.
-_REFUSALS = (ValueError, TypeError, KeyError, OSError, RuntimeError, ArithmeticError, ImportError)
+REFUSALS = (ValueError, TypeError, KeyError, OSError, RuntimeError, ArithmeticError, ImportError)
 
 
 @contextmanager
@@ -226,7 +230,7 @@ def _opening(folder: Path) -> Iterator[None]:
     try:
         with quiet_upstream():
             yield
-    except (*_REFUSALS, StrictDataclassError, SafetensorError) as error:
+    except (*REFUSALS, StrictDataclassError, SafetensorError) as error:
         raise UserError(f"transformers cannot open {folder}: {' '.join(str(error).split())[:300]}") from error
 
 

@@ -83,11 +83,14 @@ def fused_once() -> Iterator[None]:
     from modelopt.torch.export import unified_export_hf
 
     real = unified_export_hf.requantize_resmooth_fused_llm_layers
+    of_pipelines = unified_export_hf._fuse_qkv_linears_diffusion
     unified_export_hf.requantize_resmooth_fused_llm_layers = lambda model: None  # noqa: ARG005
+    unified_export_hf._fuse_qkv_linears_diffusion = lambda *_, **__: None
     try:
         yield
     finally:
         unified_export_hf.requantize_resmooth_fused_llm_layers = real
+        unified_export_hf._fuse_qkv_linears_diffusion = of_pipelines
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,10 +189,22 @@ def share_scales(model: PreTrainedModel) -> None:
     Smoothing scales are folded into the layer before where that is possible. ModelOpt would do this silently during
     export.
     """
-    from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
+    from modelopt.torch.export import unified_export_hf as upstream
 
     with quiet_upstream(), torch.no_grad():
-        requantize_resmooth_fused_llm_layers(model)
+        if is_diffusers(model):
+            upstream._fuse_qkv_linears_diffusion(model, strict=True)
+        else:
+            upstream.requantize_resmooth_fused_llm_layers(model)
+
+
+def is_diffusers(model: nn.Module) -> bool:
+    """Whether a model is a part of a diffusers pipeline."""
+    if "diffusers" not in sys.modules:
+        return False
+    from modelopt.torch.export.diffusers_utils import is_diffusers_object
+
+    return is_diffusers_object(model)
 
 
 def settle(
@@ -263,7 +276,7 @@ def scale_divisor(name: str, quantizer: Any) -> float:
 
 def export(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     dtype: torch.dtype,
     unstable: Sequence[Unstable],
@@ -274,7 +287,7 @@ def export(
 
     Args:
         model: After settle() with the same `dtype`.
-        tokenizer: Saved beside the weights, with its chat template.
+        tokenizer: Saved beside the weights, with its chat template; None for a part of a pipeline.
         folder: Where the checkpoint is written.
         dtype: Type of what stays unquantized.
         unstable: What settle() gave.
@@ -287,7 +300,8 @@ def export(
     _cast_kept(model, dtype)
     with quiet_upstream(), fused_once(), memory_kept(), shards_side_by_side():
         export_hf_checkpoint(model, dtype=dtype, export_dir=folder, max_shard_size=_SHARD)
-        tokenizer.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
     if weight_only:
         _declare_weight_only(folder)
 

@@ -18,7 +18,7 @@ from halfbyte.records.errors import UserError, unknown_name
 SUFFIXES = (".yaml", ".yml")
 
 # Fields whose value may be a file or folder that lies beside the recipe.
-_PATH_FIELDS = ("id", "dataset", "recipe", "policy", "prompts")
+_PATH_FIELDS = ("id", "dataset", "recipe", "policy", "prompts", "control_images")
 
 
 def shipped_files() -> dict[str, Path]:
@@ -204,18 +204,14 @@ def _beside(value: Any, folder: Path, key: str | None = None) -> Any:
         return [_beside(one, folder, key) for one in value]
     if isinstance(value, str) and value and key in _PATH_FIELDS:
         path = folder / value
-        # Only a model may be a folder, and a file's name has a suffix, so that a hub id or the name of a
-        # policy is not taken for a folder that happens to lie there.
-        if (path.is_file() and path.suffix) or (key == "id" and path.is_dir()):
+        # Only models and control images may be folders, and a file's name has a suffix, so that a hub id or the name
+        # of a policy is not taken for a folder that happens to lie there.
+        if (path.is_file() and path.suffix) or (key in ("id", "control_images") and path.is_dir()):
             return str(path.resolve())
-        shipped = Path(str(files("halfbyte.recipes"))) / ("image" if key == "prompts" else "llm") / value
-        if (
-            key in ("dataset", "prompts")
-            and shipped.suffix == ".txt"
-            and shipped.is_file()
-            and not Path(value).exists()
-        ):
-            return str(shipped)
+        if key in ("dataset", "prompts") and path.suffix == ".txt" and not Path(value).exists():
+            root = Path(str(files("halfbyte.recipes")))
+            shipped = [root / kind / value for kind in ("llm", "image")]
+            return str(next((file for file in shipped if file.is_file()), value))
     return value
 
 

@@ -48,7 +48,8 @@ def _explained(problem: ErrorDetails, dotted: str) -> tuple[str, str | None]:
     if kind == "missing":
         return f"field '{dotted}' is missing", "`halfbyte recipes demo-fp8` prints a whole recipe"
     if kind == "value_error":  # raised by the schema itself, which names the values
-        return f"{dotted}: {problem['msg'].removeprefix('Value error, ')}", None
+        what = problem["msg"].removeprefix("Value error, ")
+        return f"{dotted}: {what}" if dotted else what, None
     value = json.dumps(problem["input"], default=str)
     if len(value) > LONGEST_VALUE:
         value = value[:LONGEST_VALUE] + "..."

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from halfbyte.recipes.images import ImagesSpec
+from halfbyte.recipes.images import DrawnSpec, ImagesSpec
 from halfbyte.recipes.sources import ModelSpec, Strict, TextSource
 from halfbyte.recipes.training import TrainSpec
 
@@ -33,8 +33,12 @@ class CalibrationSpec(Strict):
     """What the activations are measured on."""
 
     sources: list[TextSource] = Field(min_length=1)
+    """Texts for a language model, prompts for one that draws."""
     length: int = Field(default=512, ge=2)
     """Longest text in tokens; longer ones are cut."""
+    images: DrawnSpec | None = None
+    """How a model that draws is called with each prompt; its transformer sees every step. The first image has `seed`,
+    the next one that after it."""
     batch_size: int = Field(default=8, ge=1)
     seed: int = Field(default=1234, ge=0, lt=2**32)
 
@@ -253,3 +257,20 @@ class Recipe(Strict):
     gate: GateSpec = GateSpec()
     published: str | None = None
     """The id of a published table to lay beside the results; `halfbyte table` lists them."""
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Recipe:
+        """A model that draws is calibrated and evaluated by drawing, a language model by reading."""
+        draws = self.model.kind != "causal-lm"
+        if draws and self.quantize.kv_cache is not None:
+            raise ValueError("quantize.kv_cache: a model that draws has no KV cache")
+        blocks = {
+            "quantize.calibration.images": self.quantize.calibration.images,
+            "evaluate.images": self.evaluate.images,
+        }
+        for name, block in blocks.items():
+            if draws and block is None:
+                raise ValueError(f"{name} is missing: a model of kind {self.model.kind} draws")
+            if not draws and block is not None:
+                raise ValueError(f"{name} is for a model that draws; this one is of kind {self.model.kind}")
+        return self

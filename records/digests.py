@@ -40,6 +40,10 @@ MODEL_FILES = (
 )
 
 
+PIPELINE_FILE = "model_index.json"
+"""What makes a folder a diffusers pipeline, whose parts lie in folders of their own."""
+
+
 def cache_folder() -> Path:
     """The folder for what may be kept between runs: $HALFBYTE_CACHE, else ~/.cache/halfbyte."""
     home = os.environ.get("HALFBYTE_CACHE")
@@ -128,8 +132,12 @@ def text_identity(dataset: str) -> str:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a model folder that decide its answers, sorted by name."""
-    found = {path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
+    """The files of a model folder that decide its answers, sorted by name; of a pipeline, those of all its parts."""
+    patterns = list(MODEL_FILES)
+    if (folder / PIPELINE_FILE).is_file():
+        parts = (*MODEL_FILES, "scheduler_config.json", "preprocessor_config.json")
+        patterns = [PIPELINE_FILE, *(f"*/{pattern}" for pattern in parts)]
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return sorted(found)
 
 
@@ -144,4 +152,5 @@ def model_digest(folder: Path) -> str:
     files = model_files(folder)
     if not files:
         raise UserError(f"{folder} holds no model", "a model folder has config.json and *.safetensors, or a .gguf file")
-    return value_digest([[path.name, digest] for path, digest in zip(files, file_digests(files), strict=True)])
+    names = [path.relative_to(folder).as_posix() for path in files]
+    return value_digest([list(pair) for pair in zip(names, file_digests(files), strict=True)])
