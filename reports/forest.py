@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from unicodedata import east_asian_width
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,6 +23,9 @@ _MARKS = {
     "anomaly": (ODD, "X"),
     None: (UNJUDGED, "o"),
 }
+_SIZE = 10.0  # points
+_SMALLEST = 7.0
+_NAME = 31  # characters of that size in the column of names
 _ROW = 0.36
 _ROWS = 32  # of one drawing, so that it fits on a printed page
 
@@ -88,14 +92,27 @@ def _draw_row(figure: Figure, axes: Axes, height: int, row: _Row) -> None:
     if judgement is not None:
         axes.plot([judgement.margin] * 2, [height - 0.36, height + 0.36], color=INK, linewidth=1.6, zorder=2)
     across = blended_transform_factory(figure.transFigure, axes.transData)
+    name, size = _fitting(row.name)
     words = (
-        (0.25, "right", INK, row.name),
-        (0.70, "right", INK, figures.figure(result.loss)),
-        (0.715, "left", MUTED, f"({figures.interval(found)})"),
-        (0.995, "right", colour, row_word(judgement) if judgement else ""),
+        (0.25, "right", INK, name, size),
+        (0.70, "right", INK, figures.figure(result.loss), _SIZE),
+        (0.715, "left", MUTED, f"({figures.interval(found)})", _SIZE),
+        (0.995, "right", colour, row_word(judgement) if judgement else "", _SIZE),
     )
-    for x, align, tint, text in words:
-        axes.text(x, height, text, transform=across, ha=align, va="center", color=tint, parse_math=False)
+    for x, align, tint, text, points in words:
+        axes.text(
+            x, height, text, transform=across, ha=align, va="center", color=tint, fontsize=points, parse_math=False
+        )
+
+
+def _fitting(name: str) -> tuple[str, float]:
+    """A name as the column of names has room for it, and its size in points: smaller, then without its middle."""
+    wide = [2 if east_asian_width(character) in "WF" else 1 for character in name]
+    size = max(_SMALLEST, _SIZE * min(1.0, _NAME / sum(wide)))
+    while sum(wide) * size > _NAME * _SIZE:
+        middle = len(wide) // 2
+        name, wide = f"{name[: middle - 1]}…{name[middle + 1 :]}", [*wide[: middle - 1], 1, *wide[middle + 1 :]]
+    return name, size
 
 
 def _limits(rows: list[_Row]) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,6 +17,7 @@ from halfbyte.records.record import Health
 from halfbyte.reports import figures
 from halfbyte.reports.compare import compare
 from halfbyte.reports.comparison import Comparison, load_comparisons
+from halfbyte.reports.forest import forest_plots
 from halfbyte.reports.gate import judge
 from halfbyte.reports.html import render_html
 from halfbyte.reports.junit import junit
@@ -226,6 +228,28 @@ def test_a_forest_plot_of_many_rows_comes_in_parts_that_fit_on_a_page(tmp_path: 
     html = render_html([compare(tmp_path / "b", tmp_path / "c")])
     assert html.count("<svg") == 2
     assert "Loss of scores between 0 and 1, part 2 of 2" in html
+
+
+@pytest.mark.parametrize(
+    ("task", "shown", "size"),
+    [
+        ("mmlu_continuation", "mmlu_continuation", 10),
+        ("t" * 40, "t" * 40, 7.75),
+        (f"begin_{'x' * 80}_end", "…", 7),
+        ("天空" * 10, "天空" * 10, 7.75),
+    ],
+)
+def test_a_long_name_is_not_cut_off_at_the_edge_of_the_plot(tmp_path: Path, task: str, shown: str, size: float) -> None:
+    for side, format in (("b", "bfloat16"), ("c", "NVFP4")):
+        write_record(tmp_path / side, flipped(200, 120, 3, 2)[side == "c"], task=task, format=format)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib has no Chinese font, and need not have one
+        ((_, drawing),) = forest_plots([compare(tmp_path / "b", tmp_path / "c")])
+    texts = re.findall(r'<text style="([^"]*)"[^>]*>([^<]*)</text>', drawing)
+    ((style, name),) = (text for text in texts if text[1][:4] == task[:4])
+    assert shown in name
+    assert name[-4:] == task[-4:]
+    assert f"{size}px" in style
 
 
 def test_each_cell_of_the_losses_and_each_figure_of_the_plot_is_that_of_its_task_in_the_json(
