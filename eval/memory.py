@@ -45,6 +45,26 @@ class PeakMemory:
         return _resident() if self.kind == "process" else None
 
 
+class DevicePeak:
+    """Watches from now on the peak of memory of one device, whatever is loaded there.
+
+    Args:
+        device: cuda or cpu, where it is the resident size of this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            with contextlib.suppress(OSError):  # not Linux, or forbidden: then it is the peak since the process began
+                _CLEAR.write_text(_RESET_PEAK, encoding="ascii")
+
+    def bytes(self) -> int:
+        """The peak so far."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _resident()
+
+
 def _resident() -> int:
     """The largest resident size of this process."""
     if _STATUS.is_file():
