@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from halfbyte.quant.training_memory import (
     teacher_is_here,
 )
 from halfbyte.recipes.training import LoraSpec, TeacherSpec, TrainSpec
+from halfbyte.records.errors import UserError
 
 USABLE = 0.92
 """Part of a device's memory that tensors get: CUDA's context, libraries' workspaces and gaps take the rest."""
@@ -222,7 +224,11 @@ def _changes(
     if spec.weights_dtype == "float32" and devices == 1:
         yield changed("--set train.weights_dtype=bfloat16", weights_dtype="bfloat16")
     if spec.lora is None and not spec.learned_scales:
-        yield changed("--set 'train.lora={rank: 16}'", lora=LoraSpec())
+        lora = None
+        with suppress(UserError):  # of a model whose linears have other names, or that is too narrow for it
+            lora = changed("--set 'train.lora={rank: 16}'", lora=LoraSpec())
+        if lora is not None:
+            yield lora
     if teacher_is_here(spec):
         teacher = (spec.teacher or TeacherSpec()).model_copy(update={"offline_top_k": _TOP_K})
         yield changed(f"--set train.teacher.offline_top_k={_TOP_K}", teacher=teacher)

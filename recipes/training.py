@@ -96,7 +96,9 @@ class LoraSpec(Strict):
 
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0)
-    targets: list[str] = Field(default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    targets: list[str] = Field(
+        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1
+    )
     """Names, or last parts of names, of the linears."""
 
 

@@ -164,3 +164,14 @@ def test_the_plan_of_a_mixture_of_experts_says_that_its_memory_is_not_predicted(
 
 def test_a_total_is_the_sum_of_its_parts() -> None:
     assert Memory(1, 2, 3, 4, 5, 6, 7, 8).total == 36
+
+
+def test_no_lora_is_proposed_to_a_model_whose_linears_have_other_names(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=384, **shape)).save_pretrained(tmp_path)
+    found = training_plan(locate(str(tmp_path)), quant(), train_spec("qad"), device=CPU, exported=0, capacity=10_000)
+    settings = [change.setting for change in found.changes]
+    assert settings
+    assert not any("lora" in setting for setting in settings)
