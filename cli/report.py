@@ -21,6 +21,7 @@ def run(args: Namespace) -> int:
     from halfbyte.reports.evidence import compare_folders, run_folders
     from halfbyte.reports.methods import with_gains
     from halfbyte.reports.policy import load_policy
+    from halfbyte.reports.tables import check_one_baseline
     from halfbyte.reports.write import write_reports
 
     comparisons: list[Comparison] = []
@@ -35,10 +36,11 @@ def run(args: Namespace) -> int:
         judged = args.policy is not None or can_judge(policy, _limits(theirs))
         comparisons.append(compare_folders(ours, theirs, policy if judged else None, args.published or published))
         candidates.append(theirs)
-        if args.output is None:
-            written += write_reports([comparisons[-1]], folder.root)
-    if len({one.baseline.digest for one in comparisons}) == 1:
-        comparisons = with_gains(comparisons, candidates)
+    check_one_baseline(comparisons)  # before anything is written
+    if args.output is None:
+        for root, one in zip(args.run, comparisons, strict=True):
+            written += write_reports([one], root)
+    comparisons = with_gains(comparisons, candidates)
     if args.output is not None:
         written += write_reports(comparisons, args.output)
     for path in written:

@@ -20,6 +20,7 @@ from halfbyte.reports.comparison import (
     MethodSummary,
     ScoreOfSeeds,
     SeedFigure,
+    Training,
 )
 from halfbyte.reports.gate import worst
 from halfbyte.reports.loss import paired_loss
@@ -46,6 +47,8 @@ def comparison_file(comparisons: Sequence[Comparison]) -> ComparisonFile:
 def grouped(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
     """The comparisons as rows of a table: the seeds of one training together, PTQ before QAT before QAD.
 
+    Seeds that were evaluated on other tasks are rows of their own: their means would be of different things.
+
     Without a trained candidate each is a row, in the order given.
     """
     if not any(one.training for one in comparisons):
@@ -62,13 +65,14 @@ def grouped(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
 
 
 def _another_seed(one: Comparison, row: Sequence[Comparison]) -> bool:
-    """Whether a candidate is of the training of a row, with another seed than all that are in it."""
+    """Whether a candidate is of a row's training and tasks, with another seed than all that are in the row."""
     if one.training is None or row[0].training is None or _seed(one) in map(_seed, row):
         return False
-    kinds = {
-        (found.candidate.format, found.method, found.training.settings) for found in (one, row[0]) if found.training
-    }
-    return len(kinds) == 1
+    return _kind(one, one.training) == _kind(row[0], row[0].training)
+
+
+def _kind(one: Comparison, training: Training) -> tuple[str, Method, str, list[tuple[str, str]]]:
+    return (one.candidate.format, one.method, training.settings, [(row.task, row.metric) for row in one.tasks])
 
 
 def _seed(one: Comparison) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from record_factory import fidelity, flipped, model, write_record
+from record_factory import fidelity, flipped, model, write_record, write_run
 
 from halfbyte.main import main
 from halfbyte.records.canary import CanaryRecord
@@ -154,6 +154,15 @@ def test_the_step_summary_is_appended_where_ci_names_a_file(
     text = path.read_text(encoding="utf-8")
     assert text.startswith("before\n")
     assert "**PASS: NVFP4.**" in text
+
+
+def test_runs_of_several_baselines_are_refused_before_anything_is_written(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    ours, theirs = flipped(3000, 2000, 5, 5)
+    first = write_run(tmp_path / "first", theirs, of=model("NVFP4"), baseline_values=ours)
+    other = write_run(tmp_path / "other", theirs, of=model("FP8"), baseline=model(name="other"), baseline_values=ours)
+    for runs in ([first, other], [first, first]):
+        assert main(["report", *(str(run.root) for run in runs)]) == 2
+        assert not (first.root / "report.html").exists()
 
 
 def test_a_step_summary_that_cannot_be_written_is_bad_input(

@@ -309,6 +309,17 @@ def test_trainings_of_other_settings_are_no_seeds_of_one(tmp_path: Path, cache: 
     ]
 
 
+def test_seeds_on_other_tasks_are_rows_of_their_own(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    for seed, task in ((1, "mmlu"), (2, "gsm8k"), (3, "mmlu")):
+        of = summary(f"qad-{seed}")
+        run = write_run(tmp_path / of.name, scores(60), of=of, baseline_values=BASELINE, task=task)
+        write_training(run.training, seed=seed)
+    found = reported([tmp_path / f"qad-{seed}" for seed in (1, 2, 3)])
+    assert [one.seeds for one in comparison_file(found).methods] == [[1, 3], [2]]
+    lines = render_text(found).split("\n\n")[0].splitlines()[3:]
+    assert [line.split("  ")[0] for line in lines] == ["NVFP4 QAD, 2 seeds", "NVFP4 QAD, seed 2"]
+
+
 def test_a_trained_checkpoint_whose_training_is_not_at_hand_says_so(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
     of = summary("qad")
     train = "{method: qad, seed: 1}"
