@@ -150,9 +150,7 @@ def open_metric(name: str, weights: Mapping[str, str] | None = None, device: str
 
         return Lpips.open(local, device)
     if name == "fulfilment":
-        from halfbyte.eval.fulfilment import Fulfilment
-
-        return cast(Metric, Fulfilment())
+        return Fulfilment()
     return Psnr(device) if name == "psnr" else Ssim(device)
 
 
@@ -224,6 +222,19 @@ class Ssim(Metric):
             min(1.0, float(cast(torch.Tensor, structural_similarity_index_measure(ours, theirs, data_range=1.0))))
             for ours, theirs in _pairs(images, references, self.device)
         ]
+
+
+class Fulfilment(Metric):
+    """The share of what a prompt of coloured shapes asks for that is seen in the image's pixels; see fulfilment."""
+
+    def __init__(self) -> None:
+        super().__init__("fulfilment")
+
+    def _batch(self, images: Images, prompts: Sequence[str], references: Images | None) -> list[float]:
+        del references
+        from halfbyte.eval.fulfilment import fulfilment
+
+        return [fulfilment(image, prompt).score for image, prompt in zip(images, prompts, strict=True)]
 
 
 def _pairs(images: Images, references: Images | None, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

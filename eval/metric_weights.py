@@ -1,4 +1,4 @@
-"""Where the weights of image metrics lie: a path in the recipe, the folder in $HALFBYTE_WEIGHTS, or the Hugging Face hub.
+"""Where the weights of image metrics lie: a path in the recipe, the folder in $HALFBYTE_WEIGHTS, or the hub.
 
 evaluate.images.weights_of names a folder, a file or another hub id by metric. $HALFBYTE_WEIGHTS names a folder laid out
 like the hub, so that CLIP lies in $HALFBYTE_WEIGHTS/openai/clip-vit-large-patch14. What is found there is never asked
@@ -8,6 +8,7 @@ of the hub.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from halfbyte.recipes.data import hub_is_reachable
@@ -18,7 +19,9 @@ from halfbyte.records.image_metrics import Weights
 WEIGHTS_VARIABLE = "HALFBYTE_WEIGHTS"
 
 
-def find_weights(metric: str, weights: Weights, files: list[str], local: str | None = None) -> Path:
+def find_weights(
+    metric: str, weights: Weights, files: list[str], local: str | None = None, also: Sequence[str] = ()
+) -> Path:
     """The folder that holds the files of a metric's network.
 
     Args:
@@ -26,6 +29,7 @@ def find_weights(metric: str, weights: Weights, files: list[str], local: str | N
         weights: Where they come from.
         files: Names of the files that must be there; of those joined with a bar one is enough.
         local: A folder, a file in it, or another hub id; see above.
+        also: Names of files that are fetched where there are any.
 
     Raises:
         UserError: when they are not at hand, saying where they come from and how to point to a local copy.
@@ -43,7 +47,9 @@ def find_weights(metric: str, weights: Weights, files: list[str], local: str | N
         below = Path(root).expanduser() / hub_id
         if below.is_dir():
             return _whole(below, metric, weights, files, f"${WEIGHTS_VARIABLE} holds {below}")
-    return _whole(_from_hub(metric, hub_id, weights, files), metric, weights, files, f"{hub_id} is on the hub")
+    return _whole(
+        _from_hub(metric, hub_id, weights, [*files, *also]), metric, weights, files, f"{hub_id} is on the hub"
+    )
 
 
 def missing_weights(metric: str, weights: Weights, why: str) -> UserError:

@@ -1,4 +1,4 @@
-"""What each image metric is by its definition: direction, range, whether it looks at a baseline's image, and its weights."""
+"""What each image metric is by its definition: direction, range, the weights it looks through, and its reference."""
 
 from __future__ import annotations
 
