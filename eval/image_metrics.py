@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import islice
-from typing import cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -199,10 +200,9 @@ class Psnr(Metric):
 
     def _batch(self, images: Images, prompts: Sequence[str], references: Images | None) -> list[float]:
         del prompts
-        from torchmetrics.functional.image import peak_signal_noise_ratio
-
+        measure = _torchmetrics("psnr").peak_signal_noise_ratio
         return [
-            min(PSNR_CAP, float(peak_signal_noise_ratio(ours, theirs, data_range=1.0)))
+            min(PSNR_CAP, float(measure(ours, theirs, data_range=1.0)))
             for ours, theirs in _pairs(images, references, self.device)
         ]
 
@@ -216,10 +216,9 @@ class Ssim(Metric):
 
     def _batch(self, images: Images, prompts: Sequence[str], references: Images | None) -> list[float]:
         del prompts
-        from torchmetrics.functional.image import structural_similarity_index_measure
-
+        measure = _torchmetrics("ssim").structural_similarity_index_measure
         return [  # of equal images rounding may say more than 1
-            min(1.0, float(cast(torch.Tensor, structural_similarity_index_measure(ours, theirs, data_range=1.0))))
+            min(1.0, float(measure(ours, theirs, data_range=1.0)))
             for ours, theirs in _pairs(images, references, self.device)
         ]
 
@@ -235,6 +234,13 @@ class Fulfilment(Metric):
         from halfbyte.eval.fulfilment import fulfilment
 
         return [fulfilment(image, prompt).score for image, prompt in zip(images, prompts, strict=True)]
+
+
+def _torchmetrics(metric: str) -> Any:
+    try:
+        return import_module("torchmetrics.functional.image")
+    except ModuleNotFoundError as error:
+        raise UserError(f"{metric} needs {error.name or 'torchmetrics'}", "pip install 'halfbyte[image]'") from None
 
 
 def _pairs(images: Images, references: Images | None, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -55,8 +55,8 @@ def find_weights(
 def missing_weights(metric: str, weights: Weights, why: str) -> UserError:
     """The error for weights that are not at hand: where they come from, and how to point to a local copy."""
     return UserError(
-        f"{metric} needs the weights of {weights.id}, which come from {weights.source}: {why}",
-        f"put a copy into $HALFBYTE_WEIGHTS/{weights.id}, or name it in the recipe: "
+        f"{metric} needs {weights.id}, which comes from {weights.source}: {why}",
+        f"put a copy into ${WEIGHTS_VARIABLE}/{weights.id}, or name it in the recipe: "
         f"evaluate.images.weights_of: {{{metric}: PATH}}",
     )
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics.functional.multimodal.clip_iqa as torch_clip_iqa
+from image_networks import images, save_clip
+from torchmetrics.functional.multimodal import clip_image_quality_assessment, clip_score
+
 from halfbyte.eval.clip_scores import open_clip
 from halfbyte.eval.image_metrics import open_metric
 from halfbyte.records.errors import UserError
-from image_networks import images, save_clip
-from torchmetrics.functional.multimodal import clip_image_quality_assessment, clip_score
 
 PROMPTS = ["a red cube", "two green balls on a table", "ein blaues Dreieck, 红色", "x"]
 
@@ -41,7 +42,7 @@ class Reference:
         options.pop("padding", None)
         return self.images(images=images, **options)
 
-    def to(self, device: Any) -> Reference:
+    def to(self, _: Any) -> Reference:
         return self
 
     def get_image_features(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ def test_clip_score_equals_torchmetrics(clip: Path) -> None:
 def test_clip_iqa_equals_torchmetrics_given_pixels_of_0_to_255(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # torchmetrics' processor divides by 255 itself, so that a data range of 255 would make every image black
     reference = Reference(clip)
-    monkeypatch.setattr(torch_clip_iqa, "_get_clip_model_and_processor", lambda name: (reference, reference))
+    monkeypatch.setattr(torch_clip_iqa, "_get_clip_model_and_processor", lambda _: (reference, reference))
     given = images(4)
     ours = open_metric("clip_iqa", {"clip_iqa": str(clip)}).scores(given, [""] * 4)
     theirs = clip_image_quality_assessment(stacked(given), "openai/clip-vit-large-patch14", data_range=1.0)

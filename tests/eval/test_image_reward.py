@@ -1,4 +1,4 @@
-"""ImageReward's loader: the public checkpoint's names and shapes, and a forward that was written without transformers."""
+"""ImageReward's loader: the public checkpoint's names and shapes, and a forward written without transformers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from image_networks import images, random_reward, reward_shapes, save_reward
+from torch.nn.functional import gelu, layer_norm
+
 from halfbyte.eval.image_metrics import open_metric
 from halfbyte.eval.image_reward import MEAN, STD, RewardNetwork, load_network, prepared, translated
 from halfbyte.records.errors import UserError
-from image_networks import images, random_reward, reward_shapes, save_reward
-from torch.nn.functional import gelu, layer_norm
 
 PROMPTS = ["a red cube on the table", "two green balls", "A Blue zebra"]
 SMALL = {"width": 128, "layers": 2, "side": 32, "text": 64, "text_layers": 2, "words": 64}
@@ -139,7 +140,7 @@ def test_an_image_is_cut_to_its_middle_square() -> None:
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path, missing: str) -> None:
     tensors = {name: value for name, value in random_reward(reward_shapes(**SMALL)).items() if missing not in name}
     torch.save(tensors, tmp_path / "ImageReward.pt")
-    with pytest.raises(UserError, match="image_reward needs the weights of THUDM/ImageReward"):
+    with pytest.raises(UserError, match="image_reward needs THUDM/ImageReward"):
         load_network(tmp_path / "ImageReward.pt")
 
 
