@@ -198,7 +198,7 @@ def evaluate_backend(
     done = finished_record(output, key, settings, root, replace=replace)
     if done is not None:
         return done
-    with _resumable_folder(output) as partial:
+    with resumable_folder(output) as partial:
         from halfbyte.eval.recording import record_of  # lm-eval takes seconds
 
         record = record_of(backend(), spec, settings, summary, partial, root, key=key, repeat=repeat, served=served)
@@ -246,7 +246,7 @@ def _is_damaged(output: Path) -> bool:
 
 
 @contextmanager
-def _resumable_folder(output: Path) -> Iterator[Path]:
+def resumable_folder(output: Path) -> Iterator[Path]:
     """A folder to work in that keeps its journals over a kill and becomes `output` at the end.
 
     Not records.files.atomic_folder, which starts afresh each time.

@@ -44,6 +44,10 @@ class Parts:
     """A diffusers pipeline with its tokenizers and scheduler; the parts with weights are on the meta device."""
     openers: Mapping[str, Opener]
     """By the part's name in the pipeline: text_encoder, transformer, vae, ..."""
+    bytes: Mapping[str, int]
+    """Of the weights of each part as it is loaded."""
+    packed_bytes: int | None = None
+    """Of the transformer's weights where they can be kept as an exported checkpoint stores them; None where not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,13 @@ class Request:
 
 
 def open_parts(
-    folder: Path, *, dtype: torch.dtype, device: torch.device, openers: Mapping[str, Opener] | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    openers: Mapping[str, Opener] | None = None,
+    bytes_of: Mapping[str, int] | None = None,
+    packed_bytes: int | None = None,
 ) -> Parts:
     """The parts of the pipeline in a folder; no weights are read before a stage needs them.
 
@@ -71,6 +81,8 @@ def open_parts(
         dtype: To compute in.
         device: Where parts are put.
         openers: Those of parts that diffusers cannot open itself, such as the transformer of an exported checkpoint.
+        bytes_of: What such parts take.
+        packed_bytes: See Parts.
 
     Raises:
         UserError: when it is no pipeline, or of a class that diffusers does not have.
@@ -102,7 +114,15 @@ def open_parts(
     if "requires_safety_checker" in index:
         quiet["requires_safety_checker"] = False
     with _opening(folder):
-        return Parts(kind.from_pretrained(folder, **quiet), found)
+        skeleton = kind.from_pretrained(folder, **quiet)
+    return Parts(
+        skeleton, found, {**{name: weight_bytes(one) for name, one in meta.items()}, **(bytes_of or {})}, packed_bytes
+    )
+
+
+def weight_bytes(part: nn.Module) -> int:
+    """Of the weights of a part; those that are shared count once."""
+    return sum(one.numel() * one.element_size() for one in (*part.parameters(), *part.buffers()))
 
 
 def _diffusers() -> Any:
@@ -145,6 +165,8 @@ def _opening(folder: Path) -> Iterator[None]:
     try:
         with quiet():
             yield
+    except torch.OutOfMemoryError:  # a RuntimeError that says nothing of the files
+        raise
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"diffusers cannot open {folder}: {' '.join(str(error).split())[:300]}", "copy the pipeline again, whole"
@@ -272,6 +294,19 @@ class Pipeline:
         found = {name: getattr(self._pipe, name, None) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")}
         return {name: one for name, one in found.items() if one is not None}
 
+    def stage_bytes(self) -> dict[str, int]:
+        """Of the weights that each stage needs."""
+        return {stage: sum(self.parts.bytes[name] for name in self._names(stage)) for stage in STAGES}
+
+    def plain_transformer_bytes(self) -> int:
+        """Of the transformer's weights in the type it computes in."""
+        return sum(weight_bytes(self._empty[name]) for name in self._names(_DENOISE))
+
+    @property
+    def loaded(self) -> bool:
+        """Whether parts are in memory already."""
+        return bool(self._held)
+
     def _names(self, stage: str) -> list[str]:
         texts = [name for name in self._empty if name.startswith("text_encoder")]
         if stage == _TEXT:
@@ -341,7 +376,8 @@ class Pipeline:
     def _call(self, **arguments: Any) -> Any:
         self._pipe.scheduler = type(self._scheduler).from_config(self._scheduler.config)  # none keeps another's steps
         try:
-            self._pipe(**arguments)
+            with quiet():  # what is cut of a prompt is counted and said once
+                self._pipe(**arguments)
         except _Captured as captured:
             return captured.value
         raise UserError(f"{self.kind} does not draw by text encoders, denoiser and VAE", "it cannot be evaluated here")

@@ -160,6 +160,10 @@ class Health(_Strict):
     or the backend gives no reason."""
     empty: int | None = None
     """Texts without a character."""
+    cut: dict[str, int] = Field(default_factory=dict)
+    """Images whose prompt was cut, by who read it: clip and t5 while it was drawn, and metrics such as clip_score."""
+    unknown: int = 0
+    """Images whose prompt holds characters that the pipeline's text encoder does not know."""
     unanswered: int | None = None
     """Texts in which the filter of the primary metric found no answer; not the same as a wrong answer."""
 
