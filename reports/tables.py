@@ -20,12 +20,16 @@ WORDS: dict[Word, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCON
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of text cells; the first `labels` columns hold words and the others numbers."""
+    """A table of text cells; the first `labels` columns hold words and the others numbers, but for a verdict's."""
 
     title: str
     headers: list[str]
     rows: list[list[str]]
     labels: int = 1
+
+    def has_words(self, column: int) -> bool:
+        """Whether a column holds words, which stand to the left, and no numbers, which stand to the right."""
+        return column < self.labels or self.headers[column] in ("verdict", "beyond chance")
 
 
 def check_one_baseline(comparisons: Sequence[Comparison]) -> None:

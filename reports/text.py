@@ -61,16 +61,12 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def aligned(table: Table) -> str:
-    """Columns two blanks apart: labels to the left, numbers to the right, the last column to the left again."""
+    """Columns two blanks apart: words to the left, numbers to the right."""
     lines = [table.headers, *table.rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(table.headers))]
-    last = len(widths) - 1
 
     def aligned(line: list[str]) -> str:
-        cells = [
-            cell.ljust(widths[i]) if i < table.labels or i == last else cell.rjust(widths[i])
-            for i, cell in enumerate(line)
-        ]
+        cells = [cell.ljust(widths[i]) if table.has_words(i) else cell.rjust(widths[i]) for i, cell in enumerate(line)]
         return "  ".join(cells).rstrip()
 
     rule = "  ".join("-" * width for width in widths)
@@ -117,8 +113,7 @@ def render_markdown(comparisons: Sequence[Comparison]) -> str:
 
 
 def piped(table: Table) -> str:
-    last = len(table.headers) - 1
-    marks = ["---" if i < table.labels or i == last else "--:" for i in range(len(table.headers))]
+    marks = ["---" if table.has_words(i) else "--:" for i in range(len(table.headers))]
     lines = [[escaped(cell) for cell in table.headers], marks]
     lines += [[escaped(cell) for cell in row] for row in table.rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
