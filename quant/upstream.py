@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib.metadata
 import io
 import logging
 import sys
@@ -22,12 +24,22 @@ def importing() -> Iterator[None]:
     Importing ModelOpt and transformers makes 600,000 objects that stay to the end. Python would search through them
     again and again meanwhile, and would free them one by one when the process ends: a quarter of the time, and two
     seconds. Where transformers is there already, so may be models, which must be found to be garbage one day.
+
+    What transformers and diffusers each ask of the names of all installed packages is found once, and the hundreds of
+    small YAML files that ModelOpt reads are parsed by libyaml where it is there.
     """
+    import yaml
+
     collects, first = gc.isenabled(), "transformers" not in sys.modules
+    distributions, load_all = importlib.metadata.packages_distributions, yaml.safe_load_all
     gc.disable()
+    importlib.metadata.packages_distributions = functools.cache(distributions)
+    if hasattr(yaml, "CSafeLoader"):
+        yaml.safe_load_all = functools.partial(yaml.load_all, Loader=yaml.CSafeLoader)
     try:
         yield
     finally:
+        importlib.metadata.packages_distributions, yaml.safe_load_all = distributions, load_all
         if first:
             gc.freeze()
         if collects:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
+import yaml
 
 from halfbyte.quant.upstream import importing
 
@@ -59,3 +62,21 @@ def test_the_first_import_of_transformers_is_never_searched() -> None:
         "assert gc.get_freeze_count() > 10_000 and gc.isenabled()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_replaced_for_an_import_is_put_back() -> None:
+    before = yaml.safe_load_all, importlib.metadata.packages_distributions
+    with importing():
+        assert importlib.metadata.packages_distributions() is importlib.metadata.packages_distributions()
+        assert (yaml.safe_load_all, importlib.metadata.packages_distributions) != before
+    assert (yaml.safe_load_all, importlib.metadata.packages_distributions) == before
+
+
+def test_modelopts_files_are_read_as_before() -> None:
+    from modelopt.torch.opt.config_loader import BUILTIN_CONFIG_ROOT
+
+    texts = [path.read_text(encoding="utf-8") for path in Path(str(BUILTIN_CONFIG_ROOT)).rglob("*.y*ml")]
+    expected = [list(yaml.safe_load_all(text)) for text in texts]
+    assert len(expected) > 50
+    with importing():
+        assert [list(yaml.safe_load_all(text)) for text in texts] == expected
