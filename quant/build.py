@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from halfbyte.quant.layouts import FORMATS, Activations, StoredLayer
 from halfbyte.quant.packed import ExpertStack, Packed, QuantizedLinear
 from halfbyte.quant.places import Part, Places
 from halfbyte.records.errors import UserError
+
+Weights = Literal["folded", "packed"]
+"""Whether weights are dequantized once, or stay in 4 or 8 bits and are dequantized while they run."""
 
 
 def checked(tensors: Tensors, name: str) -> Tensor:

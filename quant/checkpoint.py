@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -302,10 +303,21 @@ def summarize(folder: Path, name: str) -> ModelSummary:
 
 
 def plain_dtype(folder: Path) -> str:
-    """The type an unquantized model's configuration names."""
+    """The type an unquantized model's configuration names; of a pipeline's part, which names none, its tensors'."""
     config = read_config(folder)
+    if "_class_name" in config:
+        return _dtype_of_tensors(folder)
     text = config.get("text_config") or {}
     return str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32")
+
+
+def _dtype_of_tensors(folder: Path) -> str:
+    """The type that most of the tensors have, scales left out."""
+    known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    with Tensors(folder) as tensors:
+        found = [known.get(tensors.dtype(name)) for name in tensors if not is_scale(name)]
+    counts = Counter(kind for kind in found if kind is not None)
+    return counts.most_common(1)[0][0] if counts else "float32"
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,12 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def quant_config(spec: QuantizeSpec) -> dict[str, Any]:
+def quant_config(spec: QuantizeSpec, unexported: Sequence[str] = _UNEXPORTED) -> dict[str, Any]:
     """The ModelOpt configuration {"quant_cfg": [...], "algorithm": ...} that a quantize block stands for.
+
+    Args:
+        spec: The block.
+        unexported: Quantizers whose work a checkpoint of this kind of model would not hold, which are switched off.
 
     Raises:
         UserError: for an unknown recipe or preset, or an inline configuration ModelOpt refuses.
@@ -102,7 +107,7 @@ def quant_config(spec: QuantizeSpec) -> dict[str, Any]:
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"ModelOpt refuses the quantize block: {' '.join(str(error).split())[:300]}") from None
     require_supported_algorithm(config)
-    return _exportable(config)
+    return _exportable(config, unexported)
 
 
 def keep_patterns(pattern: str) -> list[str]:
@@ -137,13 +142,13 @@ def require_supported_algorithm(config: dict[str, Any]) -> None:
             raise UserError(f"calibration algorithm {method!r} is not supported", f"supported: {supported}")
 
 
-def _exportable(config: dict[str, Any]) -> dict[str, Any]:
+def _exportable(config: dict[str, Any], unexported: Sequence[str]) -> dict[str, Any]:
     """The configuration without what would leave no trace in the checkpoint, or traces outside the run."""
     for entry in config["quant_cfg"]:
         name = str(entry.get("quantizer_name"))
-        if entry.get("cfg") and any(fnmatch(pattern.lstrip("*"), name) for pattern in _UNEXPORTED):
-            logger.info("%s: only keys and values are quantized, a checkpoint has no place for other scales", name)
-    config["quant_cfg"] = [*config["quant_cfg"], *({"quantizer_name": name, "enable": False} for name in _UNEXPORTED)]
+        if entry.get("cfg") and any(fnmatch(pattern.lstrip("*"), name) for pattern in unexported):
+            logger.info("%s is left out: a checkpoint has no place for its scale", name)
+    config["quant_cfg"] = [*config["quant_cfg"], *({"quantizer_name": name, "enable": False} for name in unexported)]
     algorithm = config.get("algorithm")
     for entry in algorithm if isinstance(algorithm, list) else [algorithm]:
         layerwise = entry.get("layerwise") if isinstance(entry, dict) else None

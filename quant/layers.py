@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfbyte.quant.attention import is_attention_quantizer
 from halfbyte.quant.configs import keep_patterns, methods
 from halfbyte.quant.layouts import (
     FP8,
@@ -48,6 +49,8 @@ _FUSED = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
+    ("to_q", "to_k", "to_v"),
+    ("add_q_proj", "add_k_proj", "add_v_proj"),
 )
 SCALAR = 4
 """Bytes of a float32 scale."""
@@ -330,7 +333,7 @@ def refuse_unreadable(model: nn.Module) -> None:
             raise UserError(
                 f"{name} would rotate its values, which cannot be exported", "choose a recipe without rotate"
             )
-        if name in experts or name.rpartition(".")[0] in experts:
+        if name in experts or name.rpartition(".")[0] in experts or is_attention_quantizer(model, name):
             continue
         if not name.endswith(_QUANTIZERS) or isinstance(module, SequentialQuantizer):
             parts = name.split(".")  # ending in a number where there are several of them

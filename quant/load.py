@@ -8,15 +8,16 @@ scales, so that activations and cache are quantized by the same code as in the q
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from halfbyte.quant import checkpoint as ck
 from halfbyte.quant.attach import attach_kv_cache, prepare
-from halfbyte.quant.build import Builder, checked, require_fitting, transposes
+from halfbyte.quant.build import Builder, Weights, checked, require_fitting, transposes
 from halfbyte.quant.checkpoint import QuantFormat, Tensors
+from halfbyte.quant.load_transformer import load_transformer
 from halfbyte.quant.models import (
     Source,
     compute_dtype,
@@ -28,6 +29,7 @@ from halfbyte.quant.models import (
     original_summary,
     require_same_vocabulary,
 )
+from halfbyte.quant.pipelines import locate_pipeline, summarize_pipeline
 from halfbyte.quant.places import Places, find_places
 from halfbyte.quant.shared import share_inputs
 from halfbyte.quant.upstream import quiet_upstream
@@ -38,7 +40,19 @@ from halfbyte.records.record import ModelSummary
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-Weights = Literal["folded", "packed"]
+__all__ = [
+    "Described",
+    "Loaded",
+    "Weights",
+    "describe",
+    "describe_as_it_is",
+    "load",
+    "load_as_it_is",
+    "load_transformer",
+    "locate_pipeline",
+    "open_exported",
+    "summarize_pipeline",
+]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from halfbyte.quant.checkpoint import Tensors, quant_format, read_config, summarize
+from halfbyte.quant.checkpoint import Tensors, plain_dtype, quant_format, read_config, summarize
 from halfbyte.quant.models import REFUSALS, round_weights, snapshot
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.digests import PIPELINE_FILE, model_digest, model_files, read_ahead, value_digest
@@ -101,21 +101,8 @@ def locate_pipeline(name: str, *, revision: str | None = None, dtype: str | None
     for part, entry in index.items():
         if isinstance(entry, list) and entry and entry[0] is not None and not (folder / part).is_dir():
             raise UserError(f"{folder} has no folder {part}, which its {PIPELINE_FILE} names", "copy it again, whole")
-    own = plain_dtype_of(folder / TRANSFORMER)
+    own = plain_dtype(folder / TRANSFORMER)
     return PipelineSource(name, folder, None if dtype in (None, "float32", own) else dtype)
-
-
-def plain_dtype_of(transformer: Path) -> str:
-    """The type of most of the transformer's weights: its configuration names none."""
-    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-    read_config(transformer)
-    counts = dict.fromkeys(names.values(), 0)
-    with Tensors(transformer) as tensors:
-        for tensor in tensors:
-            kind = names.get(tensors.dtype(tensor))
-            if kind is not None and not tensor.endswith(("_scale", "_scale_2", "_amax")):
-                counts[kind] += 1
-    return max(counts, key=lambda kind: counts[kind])
 
 
 def require_quantizable(source: PipelineSource) -> None:
@@ -134,9 +121,7 @@ def require_quantizable(source: PipelineSource) -> None:
 
 def summarize_pipeline(folder: Path, name: str) -> ModelSummary:
     """What the transformer weighs, under the digest of the whole pipeline."""
-    found = summarize(folder / TRANSFORMER, name)
-    own = found.format if quant_format(folder / TRANSFORMER) else plain_dtype_of(folder / TRANSFORMER)
-    return found.model_copy(update={"digest": model_digest(folder), "format": own})
+    return summarize(folder / TRANSFORMER, name).model_copy(update={"digest": model_digest(folder)})
 
 
 @contextmanager
@@ -197,7 +182,7 @@ def empty_transformer(folder: Path, dtype: torch.dtype | None = None) -> nn.Modu
     kind = transformer_class(folder)
     with opening(folder), torch.device("meta"):
         model: nn.Module = kind.from_config(configuration(folder))
-    return model if dtype is None else model.to(dtype)
+        return model if dtype is None else model.to(dtype)
 
 
 def open_transformer(folder: Path, *, weights: torch.dtype, compute: torch.dtype, device: torch.device) -> Any:

@@ -177,7 +177,12 @@ def _expert_of(name: str, modules: dict[str, nn.Module]) -> tuple[Stack, Part] |
 
 
 def _conversions(model: PreTrainedModel) -> list[Any]:
-    """How transformers converts names when it loads a model; nothing before version 5, which has one name for both."""
+    """How transformers converts names when it loads a model; nothing before version 5, which has one name for both.
+
+    diffusers' models have one name for both too.
+    """
+    if not hasattr(model, "base_model_prefix"):
+        return []
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfbyte.quant.attention import attentions
 from halfbyte.quant.folding import folded_into, input_shapes, keeps_smoothing, require_smoothable
 from halfbyte.quant.layers import (
     SCALAR,
@@ -175,7 +176,10 @@ def _kv_cache(model: nn.Module) -> tuple[str | None, int, int]:
     found: set[str] = set()
     layers = size = 0
     affine: list[Any] = []
+    scores = attentions(model)
     for name, module in model.named_modules():
+        if name in scores:
+            continue  # of a model that draws, which keeps no cache
         sides = [getattr(module, f"{side}_bmm_quantizer", None) for side in ("k", "v")]
         enabled = [quantizer for quantizer in sides if quantizer is not None and quantizer.is_enabled]
         if not enabled:

@@ -230,6 +230,9 @@ def settle(
     if not scales_are_shared:
         share_scales(model)
     with torch.no_grad():
+        for name, tensor in model.named_buffers():
+            if name.endswith(_SMOOTHING):
+                tensor.data = tensor.data.contiguous()  # as it is read: another order of sums has other last bits
         for tensor, kind in _kept(model, dtype):
             tensor.copy_(tensor.to(kind))
     for name, quantizer in quantizers(model).items():
