@@ -16,8 +16,6 @@ from halfbyte.records.samples import Line, whole_line
 from halfbyte.reports.comparison import SetMetric
 from halfbyte.reports.metrics import SHARE, definition
 
-Key = tuple[str, str, int]
-
 
 def has_values(lines: Collection[Line], metric: str, *, higher_is_better: bool) -> bool:
     """Whether questions have values of their own, or should have by the metric's definition.

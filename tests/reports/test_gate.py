@@ -11,11 +11,17 @@ from record_factory import fidelity, flipped, model, write_record
 
 from halfbyte.records.errors import UserError
 from halfbyte.reports.compare import compare
-from halfbyte.reports.comparison import Comparison
-from halfbyte.reports.gate import decide, worst
+from halfbyte.reports.comparison import Comparison, Verdict
+from halfbyte.reports.gate import judge, worst
 from halfbyte.reports.policy import Policy, load_policy
 
 RELEASE = load_policy("release")
+
+
+def decide(comparison: Comparison, policy: Policy) -> Verdict:
+    found = judge(comparison, policy).verdict
+    assert found is not None
+    return found
 
 
 def gated(

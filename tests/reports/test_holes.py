@@ -357,6 +357,10 @@ def test_a_record_of_version_1_has_no_seal_and_that_is_said(tmp_path: Path) -> N
     [
         ({"created": "yesterday"}, "what is no time"),
         ({"seconds": "NaN"}, "says that it took nan s"),
+        ({"tokens": 10**400}, "more than can be: 1000"),
+        ({"tokens": -1}, "counts less than nothing"),
+        ({"memory_bytes": -1, "memory_kind": "cuda"}, "-1 bytes of memory"),
+        ({"memory_bytes": float("nan"), "memory_kind": "cuda"}, "memory_bytes Input should be a finite number"),
         ({"samples_files": {"colours": "../b/samples_colours_2026-11-01T00-00-00.jsonl"}}, "outside of its folder"),
         ({"metrics": []}, "no figure for its metric"),
     ],
