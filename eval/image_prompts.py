@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halfbyte.eval.pipelines import quiet
+from halfbyte.eval.pipeline_parts import quiet
 from halfbyte.recipes.prompts import Prompt, shown
 from halfbyte.records.errors import UserError
 
