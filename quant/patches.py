@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, cast
@@ -182,6 +182,27 @@ class _Amax:
             found = utils.reduce_amax(x, axis=reduced).detach()
         self._last = (weakref.ref(x), x._version, axis, found)
         return found
+
+
+@contextmanager
+def counted_svd(counted: Callable[[], None]) -> Iterator[None]:
+    """Within the block, `counted` is called after each layer that SVDQuant has decomposed; one may take minutes."""
+    require_known_modelopt()
+    from modelopt.torch.quantization import model_calib
+
+    upstream = cast("Any", model_calib)
+    real = upstream.svd
+
+    def svd(weight: Tensor, rank: int) -> Any:
+        found = real(weight, rank)
+        counted()
+        return found
+
+    upstream.svd = svd
+    try:
+        yield
+    finally:
+        upstream.svd = real
 
 
 @contextmanager

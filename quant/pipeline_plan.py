@@ -15,7 +15,7 @@ from torch import nn
 from halfbyte.quant.attention import attention_format
 from halfbyte.quant.configs import methods
 from halfbyte.quant.layers import Layer
-from halfbyte.quant.pipelines import TRANSFORMER, PipelineSource, empty_transformer
+from halfbyte.quant.pipelines import TRANSFORMER, PipelineSource, copied_files, empty_transformer
 from halfbyte.quant.plan import Plan, plan_of
 from halfbyte.records.errors import UserError
 
@@ -78,9 +78,7 @@ def make_pipeline_plan(
     Raises:
         UserError: when no layer matches, or a layer would get a format that cannot be exported and read back.
     """
-    copied = sum(
-        path.stat().st_size for path in source.folder.glob("*/*") if path.is_file() and path.parent.name != TRANSFORMER
-    )
+    copied = sum(path.stat().st_size for path in copied_files(source.folder))
     return pipeline_plan_of(empty_transformer(source.transformer, dtype), config, keep, copied_bytes=copied)
 
 

@@ -71,6 +71,20 @@ def is_pipeline(folder: Path) -> bool:
     return (folder / PIPELINE_FILE).is_file()
 
 
+def parts(folder: Path) -> list[str]:
+    """The folders of a pipeline's parts, by its model_index.json; parts that it leaves out have none."""
+    index = read_json(folder / PIPELINE_FILE)
+    entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+    return [name for name, entry in entries.items() if entry[0] is not None]
+
+
+def copied_files(folder: Path) -> list[Path]:
+    """Of a pipeline, what an export holds as it was: all parts but the transformer; pickled weights are left out."""
+    within = [path for name in parts(folder) if name != TRANSFORMER for path in sorted((folder / name).rglob("*"))]
+    pickled = (".bin", ".pt", ".pth", ".ckpt", ".msgpack")
+    return [folder / PIPELINE_FILE, *(path for path in within if path.is_file() and path.suffix not in pickled)]
+
+
 def locate_pipeline(name: str, *, revision: str | None = None, dtype: str | None = None) -> PipelineSource:
     """Finds a pipeline's files: a local folder or a run folder as it is, else a snapshot of a hub repository.
 
@@ -98,8 +112,8 @@ def locate_pipeline(name: str, *, revision: str | None = None, dtype: str | None
         raise UserError(
             f"{folder} is a {index['_class_name']}, which has no transformer", "give a pipeline that has one"
         )
-    for part, entry in index.items():
-        if isinstance(entry, list) and entry and entry[0] is not None and not (folder / part).is_dir():
+    for part in parts(folder):
+        if not (folder / part).is_dir():
             raise UserError(f"{folder} has no folder {part}, which its {PIPELINE_FILE} names", "copy it again, whole")
     own = plain_dtype(folder / TRANSFORMER)
     return PipelineSource(name, folder, None if dtype in (None, "float32", own) else dtype)

@@ -53,6 +53,11 @@ class Plan:
         return 8 * self.tensor_bytes / self.weights
 
     @property
+    def exported_bytes(self) -> int:
+        """Of all that an export will hold."""
+        return self.tensor_bytes
+
+    @property
     def quantized(self) -> tuple[Layer, ...]:
         """The layers that will be quantized."""
         return tuple(layer for layer in self.layers if layer.format)

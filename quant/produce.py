@@ -13,11 +13,15 @@ from typing import Any
 import torch
 
 from halfbyte.quant import ptq
+from halfbyte.quant.attention import UNREACHED
 from halfbyte.quant.checkpoint import quant_format, summarize, torch_dtype
 from halfbyte.quant.configs import quant_config
 from halfbyte.quant.load import Described, Loaded, describe, load
 from halfbyte.quant.making import Making, Questions, timed
 from halfbyte.quant.models import Source, compute_dtype, device_of, locate, wake
+from halfbyte.quant.pipeline_making import PipelineMaking
+from halfbyte.quant.pipeline_plan import make_pipeline_plan
+from halfbyte.quant.pipelines import CONTROL, PipelineSource, locate_pipeline, require_quantizable, summarize_pipeline
 from halfbyte.quant.plan import Plan, make_plan
 from halfbyte.quant.processes import Processes
 from halfbyte.quant.trainable import identity, require_trainable
@@ -43,7 +47,7 @@ class Job:
     """A recipe made ready: everything that can fail early has been looked at."""
 
     recipe: Recipe
-    source: Source
+    source: Source | PipelineSource
     config: dict[str, Any]
     """ModelOpt's configuration."""
     plan: Plan
@@ -62,6 +66,7 @@ class Job:
     def key(self) -> str:
         """Digest of all that shapes the checkpoint; it needs that of the original model."""
         versions = package_versions()
+        shaping = (*_SHAPING_PACKAGES, "diffusers") if isinstance(self.source, PipelineSource) else _SHAPING_PACKAGES
         block, train = self.recipe.quantize, self.recipe.train
         return value_digest(
             {
@@ -70,7 +75,7 @@ class Job:
                 "quantize": block.model_dump(mode="json"),
                 "texts": [text_identity(entry.dataset) for entry in block.calibration.sources],
                 "device": self.device.type,
-                "packages": {name: versions[name] for name in _SHAPING_PACKAGES},
+                "packages": {name: versions[name] for name in shaping},
                 **({} if train is None else identity(train, self.teacher, self.source)),
             }
         )
@@ -113,10 +118,10 @@ def prepare(recipe: Recipe, device: str | None = None, *, read_ahead: bool = Tru
         UserError: for whatever can be known to fail before hours are spent.
     """
     where = device_of(device)
-    if recipe.model.kind != "causal-lm":
-        raise UserError(f"model kind '{recipe.model.kind}' cannot be quantized yet", "supported: causal-lm")
     if read_ahead:
         wake(where)
+    if recipe.model.kind == "flux":
+        return _prepare_pipeline(recipe, where, read_ahead=read_ahead)
     spec = recipe.model
     find = partial(locate, spec.id, revision=spec.revision, gguf_file=spec.gguf_file, dtype=spec.dtype)
     local = Path(spec.id).expanduser().exists()  # what must be fetched waits for the quantize block
@@ -133,6 +138,27 @@ def prepare(recipe: Recipe, device: str | None = None, *, read_ahead: bool = Tru
     teacher = require_trainable(recipe, source)
     computed = compute_dtype(recipe.evaluate.dtype, where, torch_dtype(recipe.model.dtype))
     return Job(recipe, source, config, plan, where, str(computed).removeprefix("torch."), teacher)
+
+
+def _prepare_pipeline(recipe: Recipe, where: torch.device, *, read_ahead: bool) -> Job:
+    """As prepare, for a diffusers pipeline, of which the transformer is quantized."""
+    from halfbyte.quant.pipeline_calibration import calibration_prompts
+
+    spec = recipe.model
+    if spec.gguf_file is not None:
+        raise UserError("model.gguf_file: a pipeline's transformer is read from safetensors", "leave gguf_file out")
+    source = locate_pipeline(spec.id, revision=spec.revision, dtype=spec.dtype)
+    require_quantizable(source)
+    if read_ahead:
+        source.read_ahead()
+    config = quant_config(recipe.quantize, UNREACHED)
+    for entry in recipe.quantize.calibration.sources:
+        require_local(entry)
+    if all(Path(entry.dataset).expanduser().is_file() for entry in recipe.quantize.calibration.sources):
+        calibration_prompts(recipe.quantize.calibration, control=source.class_name == CONTROL)
+    plan = make_pipeline_plan(source, config, torch_dtype(spec.dtype), recipe.quantize.keep)
+    computed = compute_dtype(recipe.evaluate.dtype, where, torch_dtype(spec.dtype))
+    return Job(recipe, source, config, plan, where, str(computed).removeprefix("torch."))
 
 
 def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:
@@ -193,7 +219,7 @@ def require_space(job: Job, run: RunFolder) -> None:
     run.root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(run.root).free
     kept = 0 if run.calibration.is_dir() and ptq.has_calibration(run.calibration, job.key) else _kept_bytes(job)
-    needed = job.plan.tensor_bytes + kept
+    needed = job.plan.exported_bytes + kept
     if free < needed:
         share = f" ({kept / 1e9:.2f} of them for a while, to keep the calibration)" if kept else ""
         raise UserError(
@@ -237,16 +263,20 @@ def produce(
     if has_checkpoint(job, run) and load_manifest(run.manifest).checkpoint_digest == model_digest(run.checkpoint):
         ptq.drop_weights(run.calibration)
         logger.info("checkpoint: done already")
-        return summarize(run.checkpoint, job.recipe.name)
+        return _summary(job, run)
     require_space(job, run)
     own = torch_dtype(job.recipe.model.dtype)
-    made = Making(job, run, data_root, processes)
+    draws = isinstance(job.source, PipelineSource)
+    made: Making | PipelineMaking = (PipelineMaking if draws else Making)(job, run, data_root, processes)
     model = made.ready(questions)
     with timed(made.seconds, "settle"):
         unstable = ptq.settle(model, own, scales_are_shared=job.recipe.train is not None)
     with timed(made.seconds, "publish"), atomic_folder(run.checkpoint) as partial:
         with timed(made.seconds, "export"):
-            ptq.export(model, made.tokenizer, partial, own, unstable)
+            if isinstance(made, PipelineMaking):
+                made.export(model, partial, unstable)
+            else:
+                ptq.export(model, made.tokenizer, partial, own, unstable)
         with ThreadPoolExecutor(max_workers=1) as beside:  # hashed from memory while the disk takes it in
             synced = beside.submit(sync_files, partial)
             checkpoint_digest = model_digest(partial)
@@ -264,4 +294,9 @@ def produce(
         seconds=made.seconds,
     ).save(run.manifest)
     ptq.drop_weights(run.calibration)
-    return summarize(run.checkpoint, job.recipe.name)
+    return _summary(job, run)
+
+
+def _summary(job: Job, run: RunFolder) -> ModelSummary:
+    weigh = summarize_pipeline if isinstance(job.source, PipelineSource) else summarize
+    return weigh(run.checkpoint, job.recipe.name)

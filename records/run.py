@@ -35,6 +35,11 @@ class RunFolder:
         return self.root / "calibration"
 
     @property
+    def calibrating(self) -> Path:
+        """What a calibration by prompts has found so far; gone when it is whole."""
+        return self.root / "calibrating"
+
+    @property
     def training(self) -> Path:
         """What QAT or QAD left: training.json, curves.jsonl and its checkpoints."""
         return self.root / "training"
@@ -63,7 +68,7 @@ class RunFolder:
 
     def written(self) -> list[Path]:
         """What a run put here, half-written folders included; anything else in the folder is somebody's own."""
-        stages = ("calibration", "training", "checkpoint", "evaluations", "fidelity", "canary")
+        stages = ("calibration", "calibrating", "training", "checkpoint", "evaluations", "fidelity", "canary")
         files = ("recipe.yaml", "manifest.json", "verification.json", "comparison.json", "verdict.json", "junit.xml")
         reports = ("report.md", "report.html", "model-card.md", "eval_results.yaml")
         names = {*files, *reports, *stages, *(f"{stage}{end}" for stage in stages for end in ENDINGS)}
