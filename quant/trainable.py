@@ -69,7 +69,7 @@ def _require_same_tokens(student: Source, teacher: Source) -> None:
 def identity(spec: TrainSpec, teacher: Source | None, student: Source) -> dict[str, object]:
     """What decides a training beside the model, the quantization and the versions of the packages."""
     prompts = spec.sampled.prompts if spec.sampled else None
-    entries = [*spec.sources, *([prompts] if prompts else [])]
+    entries = [*spec.sources, *(one for one in (prompts, spec.drawn.prompts if spec.drawn else None) if one)]
     return {
         "train": spec.model_dump(mode="json"),
         "training_texts": [text_identity(entry.dataset) for entry in entries],

@@ -273,4 +273,7 @@ class Recipe(Strict):
                 raise ValueError(f"{name} is missing: a model of kind {self.model.kind} draws")
             if not draws and block is not None:
                 raise ValueError(f"{name} is for a model that draws; this one is of kind {self.model.kind}")
+        if self.train is not None and draws != (self.train.drawn is not None):
+            needed = "needs train.drawn" if draws else "cannot be trained with train.drawn"
+            raise ValueError(f"train: a model of kind {self.model.kind} {needed}")
         return self

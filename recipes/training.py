@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from halfbyte.recipes.drawn import DrawnTrajectories
 from halfbyte.recipes.sources import ModelSpec, Strict, TextSource
 
 
@@ -108,6 +109,8 @@ class TrainSpec(Strict):
     method: Literal["qat", "qad"]
     sources: list[TrainingSource] = Field(default_factory=list)
     sampled: SampledTexts | None = None
+    drawn: DrawnTrajectories | None = None
+    """For a model that draws, in the place of texts."""
     length: int = Field(default=1024, ge=2)
     """Longest text in tokens, and length of a packed row; longer texts are cut."""
     packing: bool = True
@@ -148,8 +151,10 @@ class TrainSpec(Strict):
 
     @model_validator(mode="after")
     def _belong_together(self) -> TrainSpec:
-        if bool(self.sources) == (self.sampled is not None):
-            raise ValueError("give exactly one of sources and sampled")
+        if bool(self.sources) + (self.sampled is not None) + (self.drawn is not None) != 1:
+            raise ValueError("give exactly one of sources, sampled and, for a model that draws, drawn")
+        if self.drawn is not None:
+            self._require_drawable()
         if (self.max_steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of max_steps and epochs")
         if self.teacher is None and (self.method == "qad" or self.sampled is not None):
@@ -160,7 +165,16 @@ class TrainSpec(Strict):
             raise ValueError("lora leaves the weights as they are, and learned_scales changes their scales; give one")
         return self
 
+    def _require_drawable(self) -> None:
+        """What a model that draws can be trained by: velocities of its unquantized self, which have no distribution."""
+        if self.method != "qad":
+            raise ValueError("a model that draws has no texts to learn: method must be qad")
+        if self.validation.metric == "kl":
+            raise ValueError("validation by kl is for language models; a model that draws has the loss alone")
+        if self.teacher != TeacherSpec():
+            raise ValueError("teacher: a model that draws is taught by its unquantized self, which draws before")
+
     @property
     def metric(self) -> Literal["loss", "kl"]:
         """What the best checkpoint is chosen by."""
-        return self.validation.metric or ("kl" if self.method == "qad" else "loss")
+        return self.validation.metric or ("kl" if self.method == "qad" and self.drawn is None else "loss")
