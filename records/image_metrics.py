@@ -35,8 +35,8 @@ class ImageMetric:
     crosses_zero: bool = False
     """Whether a ratio of two values says nothing."""
     proves: bool = False
-    """Whether the range is one that values fill, so that it bounds what a question can lose; a CLIPScore could lie
-    between -100 and 100 and lies between 15 and 40."""
+    """Whether values go from one end of the range to the other, so that it bounds what an image can lose; a CLIPScore
+    could lie between -100 and 100 and lies between 15 and 40."""
 
     @property
     def needs_weights(self) -> bool:
@@ -50,13 +50,13 @@ IMAGE_METRICS: dict[str, ImageMetric] = {
         # 100 x the cosine of CLIP's embeddings of image and prompt (Hessel et al. 2021, arXiv:2104.08718)
         ImageMetric("clip_score", True, (-100.0, 100.0), weights=CLIP),
         # probability of "Good photo." beside "Bad photo." (Wang et al. 2023, arXiv:2207.12396)
-        ImageMetric("clip_iqa", True, (0.0, 1.0), weights=CLIP, proves=True),
+        ImageMetric("clip_iqa", True, (0.0, 1.0), weights=CLIP),
         # learned from people's preferences (Xu et al. 2023, arXiv:2304.05977)
         ImageMetric("image_reward", True, (None, None), weights=IMAGE_REWARD, crosses_zero=True),
         # share of what a prompt asks for that is seen in the image's pixels
         ImageMetric("fulfilment", True, (0.0, 1.0), proves=True),
         ImageMetric("psnr", True, (0.0, 100.0), needs_reference=True),
-        ImageMetric("ssim", True, (-1.0, 1.0), needs_reference=True, crosses_zero=True),
+        ImageMetric("ssim", True, (-1.0, 1.0), needs_reference=True, crosses_zero=True, proves=True),
         ImageMetric("lpips", False, (0.0, None), needs_reference=True, weights=ALEXNET),
     )
 }

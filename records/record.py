@@ -22,6 +22,8 @@ from halfbyte.records.files import read_as, read_json, write_json
 RECORD_FILE = "record.json"
 UNKNOWN = "unknown"
 """A setting that a server does not tell. It agrees with nothing, not even with itself."""
+IMAGES_OUTPUT = "text_to_image"
+"""The output type of a task whose answers are images."""
 OUR_TASKS = "halfbyte/tasks"
 """What the digest of our own task files is under in EvaluationRecord.data."""
 MemoryKind = Literal["cuda", "process"]
@@ -65,7 +67,7 @@ class SubtaskFingerprint(_Strict):
     prompts: str
     targets: str
     output_type: str
-    """lm-eval's: loglikelihood, multiple_choice, generate_until, loglikelihood_rolling."""
+    """lm-eval's: loglikelihood, multiple_choice, generate_until, loglikelihood_rolling; or IMAGES_OUTPUT."""
     generation: dict[str, Any] | None = None
     """Generation settings as applied: until, max_gen_toks, temperature, ...; None where nothing is generated."""
     repeats: int = 1
@@ -316,6 +318,11 @@ def _content(path: Path) -> str:
     # Not digests.file_digest, which believes a file's size and time of change.
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_of_images(record: EvaluationRecord) -> bool:
+    """Whether it is of images drawn from prompts; such a record has several metrics that all count."""
+    return any(part.output_type == IMAGES_OUTPUT for part in record.fingerprint.subtasks.values())
 
 
 def find_records(folder: Path) -> dict[str, Path]:

@@ -24,9 +24,10 @@ from halfbyte.reports.comparison import Comparison, Cost, FidelityResult, Flip, 
 from halfbyte.reports.differences import short
 from halfbyte.reports.flips import read_flips, worse_and_better
 from halfbyte.reports.gate import judge
+from halfbyte.reports.images import missing_metrics, missing_references, read_pictures
 from halfbyte.reports.loss import paired_loss
 from halfbyte.reports.metrics import definition
-from halfbyte.reports.pairing import Matched, Pairs, pair
+from halfbyte.reports.pairing import Matched, Pairs, pair_all
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.power import spread
 from halfbyte.reports.statistics import ALPHA, FAIL_ALPHA, Array, Interval, NoSpread, holm, t_interval, tango_interval
@@ -66,15 +67,18 @@ def compare(
     """
     ours, theirs = record_folders(baseline), record_folders(candidate)
     allow, unknown = (policy.allow, policy.allow_unknown) if policy else ((), ())
-    matched = [pair(ours[task], theirs[task], allow, unknown) for task in _common_tasks(ours, theirs, tasks)]
+    common = _common_tasks(ours, theirs, tasks)
+    matched = [one for task in common for one in pair_all(ours[task], theirs[task], allow, unknown)]
+    single = list({one.baseline.task: one for one in matched}.values())
     pairs = [one for one in matched if isinstance(one, Pairs)]
     first = _one_model([one.baseline for one in matched], "baseline")
     second = _one_model([one.candidate for one in matched], "candidate")
     alpha, fail_alpha = (policy.alpha, policy.fail_alpha) if policy is not None else (ALPHA, FAIL_ALPHA)
     costs = {
-        "baseline": _cost([one.baseline for one in matched], first),
-        "candidate": _cost([one.candidate for one in matched], first),
+        "baseline": _cost([one.baseline for one in single], first),
+        "candidate": _cost([one.candidate for one in single], first),
     }
+    drawn = [read_pictures(ours[task], theirs[task], files=not few_flips) for task in common]
     noise = [_noise(one, ours[one.baseline.task], alpha) for one in pairs]
     flips = read_flips(pairs, few=few_flips)
     rows = _with_degraded(
@@ -91,7 +95,9 @@ def compare(
         candidate=second,
         same_model=first.digest == second.digest,
         tasks=rows,
-        set_metrics=[figure for one in matched for figure in one.set_metrics],
+        set_metrics=[figure for one in single for figure in one.set_metrics],
+        missing={row: why for one in single for row, why in missing_metrics(one.baseline, one.candidate).items()},
+        pictures=[one for one in drawn if one is not None],
         degraded=[row.task for row in rows if row.p_degraded is not None and row.p_degraded < DEGRADED_ALPHA],
         fidelity=None if fidelity is None else _fidelity(fidelity, first, second, alpha, fail_alpha),
         canary_failure=None if canary is None else _canary_failure(canary, first, second),
@@ -101,7 +107,7 @@ def compare(
         costs=costs,
         packages={"baseline": matched[0].baseline.packages, "candidate": matched[0].candidate.packages},
         hardware={"baseline": matched[0].baseline.hardware, "candidate": matched[0].candidate.hardware},
-        notes=_notes(matched) + _clock_notes(created, latest),
+        notes=_notes(single) + _clock_notes(created, latest),
     )
     return comparison if policy is None else judge(comparison, policy)
 
@@ -215,7 +221,7 @@ def _task(pairs: Pairs, alpha: float, fail_alpha: float, flips: list[Flip], nois
         split = spread(pairs.baseline_values, pairs.candidate_values, samples)
         between = {"between": split.between, "within": split.within}
     return TaskResult(
-        task=record.task,
+        task=pairs.row,
         metric=pairs.metric,
         filter=pairs.filter,
         higher_is_better=higher,
@@ -323,7 +329,7 @@ def _health_notes(health: Health) -> Iterable[str]:
 
 
 def _notes(pairs: list[Matched]) -> list[str]:
-    notes = []
+    notes = [note for one in pairs for note in missing_references(one.candidate)]
     if pairs[0].same_model:
         notes.append("Both sides are the same model: what the table shows is the noise floor.")
     for name in sorted(pairs[0].baseline.packages):

@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from halfbyte.records.errors import UserError
 from halfbyte.records.fidelity import Window
 from halfbyte.records.files import read_as
-from halfbyte.records.record import Fingerprint, Health, MemoryKind, ModelSummary
+from halfbyte.records.record import IMAGES_OUTPUT, Fingerprint, Health, MemoryKind, ModelSummary
 from halfbyte.records.training import TrainingRecord, TrainingStep, ValidationStep
 from halfbyte.reports import figures
 from halfbyte.reports.loss import PairedLoss
+from halfbyte.reports.pictures import Pictures
 from halfbyte.reports.policy import Policy, Waiver
 from halfbyte.reports.statistics import Interval
 
@@ -102,6 +103,7 @@ class TaskResult(_Strict):
     """One task: a row of the accuracy-loss table."""
 
     task: str
+    """The row's name: the task, and of images `task/metric`; settings.task is the task alone."""
     metric: str
     filter: str
     higher_is_better: bool
@@ -143,7 +145,17 @@ class TaskResult(_Strict):
     @property
     def generates(self) -> bool:
         """Whether its answers are generated texts."""
-        return any(one.generation is not None for one in self.settings.subtasks.values())
+        return not self.draws and any(one.generation is not None for one in self.settings.subtasks.values())
+
+    @property
+    def draws(self) -> bool:
+        """Whether its answers are images."""
+        return any(one.output_type == IMAGES_OUTPUT for one in self.settings.subtasks.values())
+
+    @property
+    def unit(self) -> str:
+        """What result.questions counts, for people."""
+        return "images" if self.draws else "questions"
 
 
 class FidelityResult(_Strict):
@@ -341,6 +353,10 @@ class Comparison(_Strict):
     tasks: list[TaskResult]
     set_metrics: list[SetMetric] = Field(default_factory=list)
     """Figures that no question has a value of; they are shown and never decide."""
+    missing: dict[str, str] = Field(default_factory=dict)
+    """What was asked for and could not be measured on both sides, by the name its row would have, with the reason."""
+    pictures: list[Pictures] = Field(default_factory=list)
+    """Of each task that draws images: the pairs, and how far they are apart."""
     degraded: list[str] = Field(default_factory=list)
     """Tasks that are worse beyond chance, at 5 % for all of them together (Holm)."""
     fidelity: FidelityResult | None = None

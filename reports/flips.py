@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from halfbyte.records.record import is_of_images
 from halfbyte.reports.comparison import Comparison, Flip
 from halfbyte.reports.pairing import Key, Pairs
 
@@ -28,11 +29,13 @@ def worse_and_better(pairs: Pairs) -> tuple[list[Key], list[Key]]:
 def read_flips(pairs: Sequence[Pairs], *, few: bool) -> list[list[Flip]]:
     """The flips of each task; where not all fit, as large a part of each long list as there is room for.
 
+    Images have none: two images always differ, and are looked at beside each other.
+
     Args:
         pairs: The tasks.
         few: Read a handful of each task only, for those who want the verdict soon.
     """
-    found = [_read(one, _FEW if few else _READ) for one in pairs]
+    found = [[] if is_of_images(one.baseline) else _read(one, _FEW if few else _READ) for one in pairs]
     return _fitted(found, BYTES)
 
 

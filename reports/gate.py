@@ -15,7 +15,7 @@ from halfbyte.reports.comparison import (
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.power import Spread, fewest_questions, questions_to_settle, samples_needed
 from halfbyte.reports.statistics import NOISE, Interval, holm, wilson_interval
-from halfbyte.reports.verdict import PERPLEXITY, verdict
+from halfbyte.reports.verdict import PERPLEXITY, missing_rows, verdict
 from halfbyte.reports.waivers import refuse_unknown_tasks, sentences, waiver_of
 
 AT_THE_FLOOR = "the baseline is too near to chance to lose more than is tolerated, so the task cannot show a loss"
@@ -35,6 +35,8 @@ def word_of(interval: Interval | None, wide: Interval | None, margin: float) -> 
 
 def judge(comparison: Comparison, policy: Policy) -> Comparison:
     """The comparison with the policy's judgement of every task and the verdict.
+
+    What the policy decides on and could not be measured leaves the verdict open at best.
 
     Raises:
         UserError: when both sides are one model, and when the policy does not apply: a limit it does not allow,
@@ -74,7 +76,8 @@ def judge(comparison: Comparison, policy: Policy) -> Comparison:
             f"policy '{policy.name}' waives every task that decides, so nothing would",
             "remove a waiver; a release on waivers alone is a decision for people",
         )
-    word = worst([one.verdict for one in deciding if one.waiver is None])
+    words = [one.verdict for one in deciding if one.waiver is None]
+    word = worst([*words, *(["inconclusive"] * bool(missing_rows(comparison, policy)))])
     return judged.model_copy(update={"verdict": verdict(judged, policy, word)})
 
 
@@ -87,7 +90,7 @@ def worst(words: list[Word]) -> Word:
 
 def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
     tasks = [row.task for row in comparison.tasks]
-    evaluated = list(dict.fromkeys([*tasks, *(row.task for row in comparison.set_metrics)]))
+    evaluated = list(dict.fromkeys([*tasks, *(row.task for row in comparison.set_metrics), *comparison.missing]))
     if comparison.same_model:
         raise UserError(
             f"both sides are one model ({comparison.candidate.name}, {comparison.candidate.digest[:12]}), which loses "
@@ -95,7 +98,8 @@ def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
             "name the candidate's records; `halfbyte compare` shows what two evaluations of one model differ by",
         )
     if policy.primary != "all":
-        missing = [task for task in policy.primary if task not in evaluated]
+        of_images = {row.settings.task for row in comparison.tasks}
+        missing = [task for task in policy.primary if task not in evaluated and task not in of_images]
         if missing or not policy.primary:
             raise UserError(
                 f"policy '{policy.name}' decides on {', '.join(policy.primary) or 'no task'}, and "

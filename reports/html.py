@@ -189,7 +189,7 @@ def _settings_table(comparisons: Sequence[Comparison]) -> Table:
     """What both sides were asked, once a task: pairing has made sure that it is the same."""
     prints: dict[str, Fingerprint] = {}
     for one in comparisons:
-        prints |= {row.task: row.settings for row in one.tasks}
+        prints |= {row.settings.task: row.settings for row in one.tasks}
     headers = ["task", "few-shot", "limit", "chat template", "generation", "dtype", "backend", "BOS", "longest input"]
     return Table("Settings", headers, [_settings_row(task, print_) for task, print_ in sorted(prints.items())], 9)
 

@@ -24,7 +24,7 @@ from halfbyte.reports.comparison import (
 )
 from halfbyte.reports.gate import worst
 from halfbyte.reports.loss import paired_loss
-from halfbyte.reports.pairing import Pairs, pair
+from halfbyte.reports.pairing import Pairs, pair_all
 from halfbyte.reports.statistics import ALPHA, Interval, holm
 
 _ORDER: tuple[Method, ...] = ("ptq", "qat", "qad")
@@ -190,12 +190,11 @@ def _gains(trained: Comparison, before: Folders, after: Folders) -> list[Gain]:
     alpha = policy.alpha if policy else ALPHA
     ours, theirs = record_folders(before), record_folders(after)
     rows = []
-    for task in trained.tasks:
-        if task.task not in ours:
-            raise UserError(f"PTQ has no record of {task.task}, and the trained candidate has", "evaluate it there too")
-        pairs = pair(ours[task.task], theirs[task.task], allow, unknown)
-        if isinstance(pairs, Pairs):
-            rows.append((pairs, _gain(pairs, alpha)))
+    for task in dict.fromkeys(row.settings.task for row in trained.tasks):
+        if task not in ours:
+            raise UserError(f"PTQ has no record of {task}, and the trained candidate has", "evaluate it there too")
+        found = pair_all(ours[task], theirs[task], allow, unknown)
+        rows += [(pairs, _gain(pairs, alpha)) for pairs in found if isinstance(pairs, Pairs)]
     known = [gain.p for _, gain in rows if gain.p is not None]
     adjusted = iter(holm(known).tolist() if known else [])
     return [gain if gain.p is None else _said(gain, next(adjusted)) for _, gain in rows]
@@ -213,7 +212,7 @@ def _gain(pairs: Pairs, alpha: float) -> Gain:
     if result.p_worse is not None and result.p_better is not None:
         p = min(1.0, 2 * min(result.p_worse, result.p_better))
     return Gain(
-        task=pairs.baseline.task,
+        task=pairs.row,
         metric=pairs.metric,
         filter=pairs.filter,
         questions=result.questions,

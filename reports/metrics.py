@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 
 from halfbyte.records.errors import UserError
+from halfbyte.records.image_metrics import IMAGE_METRICS, ImageMetric
+from halfbyte.records.record import EvaluationRecord
 
 SHARE = (0.0, 1.0)
 
@@ -21,11 +23,27 @@ class Definition:
     """Whether a ratio of two scores says nothing."""
     of_set: bool = False
     """Whether a task may have it as a figure of all its questions together that is no mean of theirs."""
+    range: tuple[float | None, float | None] = (None, None)
+    """What no value of one question can lie outside of, where that is more than bounds say: values come nowhere near
+    the ends, so that nothing can be proven by them."""
+
+    def refuse(self, value: float) -> str | None:
+        """Why a question cannot have this value; None where it can."""
+        low, high = self.bounds or self.range
+        if (low is None or value >= low) and (high is None or value <= high):
+            return None
+        if low is None or high is None:
+            return f"at least {low:g}" if low is not None else f"at most {high:g}"
+        return f"between {low:g} and {high:g}"
+
+
+def _of_images(metric: ImageMetric) -> Definition:
+    low, high = metric.range
+    bounds = (low, high) if metric.proves and low is not None and high is not None else None
+    return Definition(metric.higher_is_better, bounds, crosses_zero=metric.crosses_zero, range=metric.range)
 
 
 _SHARE = Definition(True, SHARE)
-_LOWER = Definition(False, None)
-_HIGHER = Definition(True, None)
 _LOWER_OF_SET = Definition(False, None, of_set=True)
 _HIGHER_OF_SET = Definition(True, None, of_set=True)
 
@@ -45,13 +63,7 @@ KNOWN: dict[str, Definition] = {
     ),
     **dict.fromkeys(("bleu", "chrf", "mcc", "inception_score"), _HIGHER_OF_SET),
     "brier_score": Definition(False, (0.0, 2.0)),
-    # images
-    "clip_score": _HIGHER,
-    "clip_iqa": _HIGHER,
-    "image_reward": Definition(True, None, crosses_zero=True),
-    "psnr": _HIGHER,
-    "ssim": Definition(True, (-1.0, 1.0), crosses_zero=True),
-    "lpips": _LOWER,
+    **{name: _of_images(one) for name, one in IMAGE_METRICS.items()},
 }  # fmt: skip
 _OF_SAMPLES = re.compile(r"(pass|maj|avg|cov|majority|mean)[@_](k|\d+)(:\d+)?")
 
@@ -77,3 +89,9 @@ def definition(metric: str, recorded_direction: bool) -> Definition:
             "correct higher_is_better in the task's definition and evaluate again",
         )
     return found
+
+
+def judged_metrics(record: EvaluationRecord) -> list[str]:
+    """The metrics of a record of images that the baseline has too, in its order: all that need no reference."""
+    names = dict.fromkeys(figure.metric for figure in record.metrics if figure.filter == record.primary[1])
+    return [name for name in names if name not in IMAGE_METRICS or not IMAGE_METRICS[name].needs_reference]

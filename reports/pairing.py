@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from halfbyte.records.errors import UserError
-from halfbyte.records.record import UNKNOWN, EvaluationRecord, load_record, refuse_edited
+from halfbyte.records.record import UNKNOWN, EvaluationRecord, is_of_images, load_record, refuse_edited
 from halfbyte.records.samples import Line, scan_lines, whole_line
 from halfbyte.reports.answers import Answer, read_answer
 from halfbyte.reports.comparison import SetMetric
@@ -23,7 +23,7 @@ from halfbyte.reports.differences import (
     other_question,
     short,
 )
-from halfbyte.reports.metrics import definition
+from halfbyte.reports.metrics import definition, judged_metrics
 from halfbyte.reports.set_metrics import has_values, is_mean, set_metrics
 from halfbyte.reports.statistics import Array
 
@@ -46,6 +46,11 @@ class Matched:
     """What the sides differ in with the policy's permission."""
     set_metrics: list[SetMetric]
     """Figures of the whole set, for which no question has a value."""
+
+    @property
+    def row(self) -> str:
+        """What the comparison is called: the task, and of images the metric as well, of which a record has several."""
+        return f"{self.baseline.task}/{self.metric}" if is_of_images(self.baseline) else self.baseline.task
 
     @property
     def same_model(self) -> bool:
@@ -74,7 +79,30 @@ class Pairs(Matched):
         return ours, theirs
 
 
-def pair(baseline: Path, candidate: Path, allow: Collection[str] = (), allow_unknown: Collection[str] = ()) -> Matched:
+def pair_all(
+    baseline: Path, candidate: Path, allow: Collection[str] = (), allow_unknown: Collection[str] = ()
+) -> list[Matched]:
+    """`pair` for each metric that is judged: the primary one of a text task, and of images all that need no reference.
+
+    Raises:
+        UserError: as `pair` does.
+    """
+    first, second = load_record(baseline), load_record(candidate)
+    names = judged_metrics(first) if is_of_images(first) else []
+    names = [name for name in names if name in judged_metrics(second)]
+    if not names:
+        return [pair(baseline, candidate, allow, allow_unknown)]
+    return [pair(baseline, candidate, allow, allow_unknown, metric=name) for name in names]
+
+
+def pair(
+    baseline: Path,
+    candidate: Path,
+    allow: Collection[str] = (),
+    allow_unknown: Collection[str] = (),
+    *,
+    metric: str | None = None,
+) -> Matched:
     """Pairs the questions of two record folders of one task.
 
     What is returned are Pairs, unless the metric is one of the whole set, of which no question has a value.
@@ -84,6 +112,7 @@ def pair(baseline: Path, candidate: Path, allow: Collection[str] = (), allow_unk
         candidate: Another one's.
         allow: Settings in which the two may differ.
         allow_unknown: Settings that a server need not tell.
+        metric: The metric to compare; by default the records' primary one.
 
     Raises:
         Incomparable: a UserError with every setting side by side, or with the first differing question as a diff.
@@ -92,6 +121,9 @@ def pair(baseline: Path, candidate: Path, allow: Collection[str] = (), allow_unk
     first, second = load_record(baseline), load_record(candidate)
     for folder in (baseline, candidate):
         refuse_edited(folder)
+    if metric is not None:
+        asked = {"primary": [metric, *first.primary[1:]]}
+        first, second = first.model_copy(update=asked), second.model_copy(update=asked)
     metric, filter_name, higher = _primary(first, baseline)
     if first.primary != second.primary or higher != _primary(second, candidate)[2]:
         raise UserError(
@@ -207,17 +239,15 @@ def _primary(record: EvaluationRecord, folder: Path) -> tuple[str, str, bool]:
 def _bounds(
     metric: str, higher: bool, values: tuple[Array, Array], baseline: Path, candidate: Path
 ) -> tuple[float, float] | None:
-    bounds = definition(metric, higher).bounds
-    if bounds is not None:
-        for folder, row in zip((baseline, candidate), values, strict=True):
-            if row.min() < bounds[0] or row.max() > bounds[1]:
-                worst = float(row.min() if row.min() < bounds[0] else row.max())
+    known = definition(metric, higher)
+    for folder, row in zip((baseline, candidate), values, strict=True):
+        for value in (float(row.min()), float(row.max())):
+            if (limits := known.refuse(value)) is not None:
                 raise UserError(
-                    f"{metric} of a question in {folder} is {worst:g}, and by its definition it lies between "
-                    f"{bounds[0]:g} and {bounds[1]:g}",
+                    f"{metric} of a question in {folder} is {value:g}, and by its definition it is {limits}",
                     "correct the task's metric and evaluate again",
                 )
-    return bounds
+    return known.bounds
 
 
 def _lines(folder: Path, record: EvaluationRecord) -> dict[Key, Line]:

@@ -123,8 +123,11 @@ class Policy(BaseModel):
         )
 
     def decides(self, task: str) -> bool:
-        """Whether the task is a primary one."""
-        return self.primary == "all" or task in self.primary
+        """Whether the task is a primary one; of images a policy names `images`, or a metric as `images/clip_score`."""
+        if self.primary == "all":
+            return True
+        whole, _, _ = task.partition("/")
+        return bool({task, whole} & set(self.primary)) or any(one.startswith(f"{task}/") for one in self.primary)
 
     def refuse_limit(self, task: str, limit: int | None) -> None:
         """Call it before an evaluation as well, to save the hours.

@@ -33,7 +33,9 @@ _METHODS = {"ptq", "qat", "qad"}
 _NO_SCORES = {"std", "se"}
 _DESCRIBING = {"official", "ckpt"}
 _FORMAT = re.compile(r"(bf|fp|nvfp|mxfp|mxint|int)\d+|w\d+a\d+")
-_SCALES = {"pct": 100.0, "frac": 1.0}
+_METRICS = {"ImageReward": "image_reward", "CLIP_IQA": "clip_iqa", "CLIPScore": "clip_score"}
+"""Metrics of images by the names that published tables have for them."""
+_SCALES = {"pct": 100.0, "frac": 1.0, "score": 1.0}
 _HIGH = ("bf16", "fp16", "fp32")
 
 
@@ -118,12 +120,13 @@ def beside(published: Published, comparison: Comparison) -> PublishedTable:
 
 
 def _ours(comparison: Comparison, row: str, benchmark: str) -> float | None:
-    pattern = _TASKS.get(benchmark)
+    pattern, metric = _TASKS.get(benchmark), _METRICS.get(benchmark)
     side = _side(row, comparison)
-    if pattern is None or side is None:
+    if side is None:
         return None
     for task in comparison.tasks:
-        if re.fullmatch(pattern, task.task) and task.bounds == (0, 1):
+        of_text = pattern is not None and re.fullmatch(pattern, task.task) and task.bounds == (0, 1)
+        if of_text or (task.draws and task.metric == metric):
             return task.result.baseline if side == "baseline" else task.result.candidate
     return None
 

@@ -144,7 +144,7 @@ def _models(title: str, comparisons: Sequence[Comparison], rows: list[list[Compa
 
 def _scores_of(comparison: Comparison) -> dict[tuple[str, str], tuple[float, float]]:
     """Both sides' scores by task and metric, a task's figure of the whole set among them."""
-    found = {(row.task, row.metric): (row.result.baseline, row.result.candidate) for row in comparison.tasks}
+    found = {(row.settings.task, row.metric): (row.result.baseline, row.result.candidate) for row in comparison.tasks}
     return found | {
         (row.task, row.metric): (row.baseline, row.candidate)
         for row in comparison.set_metrics
@@ -226,7 +226,7 @@ def losses_table(comparison: Comparison, label: str, baseline: str) -> Table:
 def _loss_row(row: TaskResult) -> list[str]:
     result = row.result
     return [
-        row.task,
+        row.settings.task,
         row.metric if row.filter == "none" else f"{row.metric} ({row.filter})",
         figures.count(result.questions),
         figures.figure(result.baseline),

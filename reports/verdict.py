@@ -5,6 +5,7 @@ from __future__ import annotations
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import EXIT_CODES, Comparison, FidelityResult, Judgement, TaskResult, Verdict, Word
 from halfbyte.reports.policy import Policy
+from halfbyte.reports.waivers import waiver_of
 
 PERPLEXITY = "perplexity"
 CANARY = "canary"
@@ -12,6 +13,7 @@ _DO_NOT = (
     "Do not release it. Read the lost questions, then quantize less (another recipe, more layers kept in higher "
     "precision) and run again."
 )
+_DO_NOT_OF_IMAGES = _DO_NOT.replace("Read the lost questions", "Look at the worst pairs of images")
 
 
 def verdict(comparison: Comparison, policy: Policy, word: Word) -> Verdict:
@@ -43,7 +45,10 @@ def _decided(comparison: Comparison, policy: Policy, word: Word, label: str) -> 
     if perplexity is not None and perplexity.waiver is None:
         words.append(perplexity.verdict)
     deciding = [(row, judgement) for row, judgement in counted if judgement.verdict == word]
-    if deciding:
+    missing = missing_rows(comparison, policy)
+    if missing and word == "inconclusive":
+        decided_by, (sentence, step) = next(iter(missing)), _say_missing(label, missing)
+    elif deciding:
         # the task that decides: nearest to its margin on a pass, farthest beyond it otherwise
         row, judgement = max(deciding, key=lambda pair: _strain(*pair))
         decided_by, (sentence, step) = row.task, _say(label, row, judgement, policy, len(words))
@@ -51,6 +56,8 @@ def _decided(comparison: Comparison, policy: Policy, word: Word, label: str) -> 
         assert comparison.fidelity is not None
         assert perplexity is not None
         decided_by, (sentence, step) = PERPLEXITY, _say_perplexity(label, comparison.fidelity, perplexity)
+    if missing and word != "inconclusive":
+        sentence += f" {', '.join(missing)} could not be measured."
     if word != "pass" and len(words) > 1:
         sentence += f" Of {len(words)} deciding tasks {_counted(words)}."
     waived = [row.task for row, judgement in rows if judgement.waiver is not None]
@@ -59,6 +66,25 @@ def _decided(comparison: Comparison, policy: Policy, word: Word, label: str) -> 
     if waived:
         sentence += f" By waiver {', '.join(waived)} did not count."
     return decided_by, sentence, step
+
+
+def missing_rows(comparison: Comparison, policy: Policy) -> dict[str, str]:
+    """What the policy decides on, could not be measured, and is not waived, with the reason."""
+    return {
+        row: reason
+        for row, reason in comparison.missing.items()
+        if policy.decides(row) and waiver_of(policy, row, comparison.candidate.digest, comparison.not_before) is None
+    }
+
+
+def _say_missing(label: str, missing: dict[str, str]) -> tuple[str, str]:
+    name, reason = next(iter(missing.items()))
+    others = f" Nor could {', '.join(list(missing)[1:])}." if len(missing) > 1 else ""
+    return (
+        f"There is not enough evidence on {label}: {name} could not be measured: {reason}.{others}",
+        "Put the weights where they are looked for and evaluate both sides again: the images are kept, and no gate "
+        "passes on what is missing.",
+    )
 
 
 def _counted(words: list[Word]) -> str:
@@ -88,8 +114,8 @@ def _seen(label: str, row: TaskResult) -> str:
     if result.loss == 0:
         change = f"kept its {row.metric}"
     return (
-        f"{label} {change} on {row.task} ({before} to {after}; of {figures.count(result.questions)} "
-        f"questions {figures.count(result.lost)} lost, {figures.count(result.gained)} gained)"
+        f"{label} {change} on {row.settings.task} ({before} to {after}; of {figures.count(result.questions)} "
+        f"{row.unit} {figures.count(result.lost)} lost, {figures.count(result.gained)} gained)"
     )
 
 
@@ -137,7 +163,8 @@ def _say_interval(seen: str, row: TaskResult, judgement: Judgement, policy: Poli
     if judgement.verdict == "fail":
         low, limit = figures.apart(wide.low, margin)
         sure = figures.level(1 - policy.fail_alpha)
-        return f"{seen}: a loss of at least {low} with {sure} confidence, where {limit} is tolerated.", _DO_NOT
+        step = _DO_NOT_OF_IMAGES if row.draws else _DO_NOT
+        return f"{seen}: a loss of at least {low} with {sure} confidence, where {limit} is tolerated.", step
     high, limit = figures.apart(found.high, margin)
     if judgement.verdict == "pass":
         others = {1: "", 2: "; the other deciding task is farther from its margin"}.get(
@@ -178,12 +205,12 @@ def _next_step(row: TaskResult, judgement: Judgement) -> str:
             else f"About {figures.count(judgement.samples_needed)} samples of each question would settle it."
         )
     else:
-        more = "evaluate a larger task of the same kind"
+        more = "draw more prompts or seeds" if row.draws else "evaluate a larger task of the same kind"
     if judgement.needed is None:
         if limit is None:
             more = "evaluate another task"
-        return f"The measured loss lies on the margin, where more questions like these seldom settle it: {more}."
-    return f"About {figures.rounded_up(judgement.needed)} questions like these would settle it: {more}."
+        return f"The measured loss lies on the margin, where more {row.unit} like these seldom settle it: {more}."
+    return f"About {figures.rounded_up(judgement.needed)} {row.unit} like these would settle it: {more}."
 
 
 def _say_ratio(seen: str, row: TaskResult, judgement: Judgement, policy: Policy) -> tuple[str, str]:
