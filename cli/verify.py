@@ -33,7 +33,13 @@ def _source(name: str) -> Path:
     """
     from halfbyte.quant.checkpoint import quant_format
     from halfbyte.quant.models import locate
+    from halfbyte.quant.pipelines import is_pipeline, locate_pipeline
 
+    if is_pipeline(Path(name).expanduser()):
+        pipeline = locate_pipeline(name)
+        if quant_format(pipeline.transformer) is not None:
+            raise UserError(f"{name} is quantized itself", "give the original pipeline")
+        return pipeline.folder
     found = locate(name)
     if found.gguf_file is not None:
         raise UserError(f"{name} is a GGUF file, whose tensors have other names", "give a folder with *.safetensors")

@@ -13,6 +13,7 @@ from halfbyte.quant.layouts import StoredLayer, is_scale
 from halfbyte.quant.models import Source, empty_model
 from halfbyte.quant.shards import Shards, open_shards
 from halfbyte.quant.survey import Survey, survey
+from halfbyte.records.digests import PIPELINE_FILE
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import read_json
 
@@ -85,6 +86,17 @@ class Checkpoint:
         self.by_module: dict[str, StoredLayer] = {layer.module: layer for layer in self.layers}
         self.modules = {name.rpartition(".")[0] for name in self.shards}
         self._scalars: dict[str, float] = {}
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is the transformer of a diffusers pipeline."""
+        return "_class_name" in self.config
+
+    @property
+    def root(self) -> Path:
+        """The exported folder: of a pipeline's transformer the folder that holds all parts."""
+        whole = self.folder.resolve().parent
+        return whole if self.is_part and (whole / PIPELINE_FILE).is_file() else self.folder
 
     @property
     def text_config(self) -> dict[str, Any]:

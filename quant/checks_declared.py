@@ -69,7 +69,7 @@ def _input_scales(at: Checkpoint) -> Iterator[str]:
 
 def _kept(at: Checkpoint) -> Iterator[str]:
     for module in at.by_module:
-        if _NEVER.search(module):
+        if _NEVER.search(module) and not at.is_part:  # Flux's modulation, which a recipe may quantize
             yield f"{module} is quantized; loaders expect it in high precision"
         if at.declared.excludes(module):
             yield f"{module} is quantized and on the exclude list"
@@ -84,7 +84,7 @@ def _kept(at: Checkpoint) -> Iterator[str]:
             or at.declared.excludes(module)
         ):
             continue
-        if at.shards.dtype(name) in _FLOATS and not _TABLE.search(module) and "_class_name" not in at.config:
+        if at.shards.dtype(name) in _FLOATS and not _TABLE.search(module) and not at.is_part:
             yield f"{module} is not quantized and not on the exclude list"
 
 
@@ -112,7 +112,7 @@ def _tied(at: Checkpoint) -> Iterator[str]:
         heads = [name for name in at.shards if name.endswith(".weight") and rename(name) == own]
     if at.tied:
         yield from (f"{name} is stored, and the configuration ties it to the embeddings" for name in heads)
-    elif not heads and "_class_name" not in at.config and at.text_config.get("vocab_size"):
+    elif not heads and not at.is_part and at.text_config.get("vocab_size"):
         yield f"{own} is missing, and the configuration does not tie it to the embeddings"
 
 

@@ -56,7 +56,7 @@ def _needed(parts: set[str]) -> set[str]:
 
 
 def _companions(at: Checkpoint) -> Iterator[str]:
-    if "_class_name" in at.config:
+    if at.is_part:
         return  # a component of a diffusers pipeline; its tokenizers are components of their own
     if not any((at.folder / name).is_file() for name in _TOKENIZERS):
         yield f"{_TOKENIZERS[0]} is missing"
@@ -123,10 +123,10 @@ def _size(at: Checkpoint) -> Iterator[str]:
 
 
 def _manifest(at: Checkpoint) -> Iterator[str]:
-    run = RunFolder(at.folder.resolve().parent)
-    if run.checkpoint == at.folder.resolve() and run.manifest.is_file():
+    run = RunFolder(at.root.resolve().parent)
+    if run.checkpoint == at.root.resolve() and run.manifest.is_file():
         recorded = load_manifest(run.manifest).checkpoint_digest
-        if recorded is not None and recorded != model_digest(at.folder):
+        if recorded is not None and recorded != model_digest(at.root):
             yield f"the files have changed since they were exported: {run.manifest.name} has another digest"
 
 

@@ -173,8 +173,8 @@ def _attentions(at: Checkpoint, with_scales: set[str]) -> set[str]:
 
 def _recipe(at: Checkpoint) -> QuantizeSpec | None:
     """The quantize block of the run this checkpoint lies in."""
-    run = RunFolder(at.folder.resolve().parent)
-    inside = run.checkpoint == at.folder.resolve() and run.recipe.is_file()
+    run = RunFolder(at.root.resolve().parent)
+    inside = run.checkpoint == at.root.resolve() and run.recipe.is_file()
     return load_recipe(str(run.recipe)).quantize if inside else None
 
 

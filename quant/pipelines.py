@@ -71,6 +71,11 @@ def is_pipeline(folder: Path) -> bool:
     return (folder / PIPELINE_FILE).is_file()
 
 
+def transformer_of(folder: Path) -> Path:
+    """The folder with the weights that are quantized: of a pipeline its transformer, else the folder itself."""
+    return folder / TRANSFORMER if is_pipeline(folder) else folder
+
+
 def parts(folder: Path) -> list[str]:
     """The folders of a pipeline's parts, by its model_index.json; parts that it leaves out have none."""
     index = read_json(folder / PIPELINE_FILE)
