@@ -92,8 +92,11 @@ def disk_full_is_a_user_error(path: Path) -> Iterator[None]:
         raise
 
 
-_FULL = ("No space left on device", "os error 28", "Not enough disk space")
-"""Python's, safetensors' and datasets' words for it."""
+_FULL = (
+    "No space left on device", "os error 28", "Not enough disk space",
+    "iostream error", "PytorchStreamWriter failed writing file", "unexpected pos",
+)  # fmt: skip
+"""Python's, safetensors' and datasets' words for it; and torch.save's, which says no more of any failure to write."""
 
 
 def _elsewhere(path: Path) -> str:

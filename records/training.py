@@ -54,7 +54,8 @@ class TrainingRecord(_Strict):
     steps: int = Field(ge=0)
     """Optimizer steps done."""
     best_step: int = Field(ge=0)
-    """The step whose weights are exported; 0 where training made nothing better."""
+    """The step whose weights are exported, the best of those that were validated, be it worse than before training; 0
+    where none was saved before training diverged."""
     stopped: str
     """Why it ended: "max_steps", "patience", or "diverged: " with what happened."""
     start: Validation

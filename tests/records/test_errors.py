@@ -59,3 +59,13 @@ def test_the_nearest_name_comes_first_whatever_its_case_and_dashes(given: str, n
 
 def test_nothing_is_suggested_for_a_name_that_is_like_none() -> None:
     assert unknown_name("preset", "xyz", ["fp8", "nvfp4"]).hint == "known: fp8, nvfp4"
+
+
+@pytest.mark.parametrize("name", ["tensor.pt", "large.pt"])
+def test_what_torch_says_of_a_full_disk_is_one_line(name: str, tmp_path: Path) -> None:
+    import torch
+
+    full = tmp_path / name
+    full.symlink_to("/dev/full")  # each write to it fails as on a full disk
+    with pytest.raises(UserError, match="no space left on the disk"), disk_full_is_a_user_error(tmp_path):
+        torch.save(torch.zeros(1 if name == "tensor.pt" else 1_000_000), full)
