@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -28,7 +29,7 @@ class InOrder(Dataset[Numbered]):
     """The rows of a whole training in their order: one shuffle an epoch, decided by the seed and by nothing else.
 
     A batch of the trainer is the next `batch` of them, whatever was done before, so that a training that goes on from a
-    checkpoint, or on another number of processes, sees the same rows at the same step.
+    checkpoint, or is divided among more processes with as many rows a step, sees the same rows at the same step.
 
     Args:
         rows: The examples.
@@ -41,10 +42,14 @@ class InOrder(Dataset[Numbered]):
         self.rows, self.per_step = rows, per_step
         generator = torch.Generator().manual_seed(seed)
         total = steps * per_step
-        epochs = [torch.randperm(len(rows), generator=generator) for _ in range(math.ceil(total / len(rows)))]
-        self.order: list[int] = torch.cat(epochs)[:total].tolist()
-        sizes = [len(rows[index].input_ids) for index in range(len(rows))]
-        self._tokens = [0, *list(accumulate(sizes[index] for index in self.order))[per_step - 1 :: per_step]]
+        order = np.empty(total, dtype=np.int32)
+        for first in range(0, total, len(rows)):
+            epoch = torch.randperm(len(rows), generator=generator).numpy()
+            order[first : first + len(rows)] = epoch[: total - first]
+        self.order = array("i", order.tobytes())
+        """The row at each place."""
+        sizes = np.array([len(rows[index].input_ids) for index in range(len(rows))], dtype=np.int64)
+        self._tokens = np.cumsum(np.add.reduceat(sizes[order], np.arange(0, total, per_step)))
 
     def __len__(self) -> int:
         return len(self.order)
@@ -55,7 +60,7 @@ class InOrder(Dataset[Numbered]):
 
     def tokens(self, step: int) -> int:
         """Tokens seen after so many steps, padding left out."""
-        return self._tokens[step]
+        return int(self._tokens[step - 1]) if step else 0
 
 
 class Held(Dataset[Numbered]):

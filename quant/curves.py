@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from halfbyte.quant.batches import InOrder
-from halfbyte.records.errors import disk_full_is_a_user_error
+from halfbyte.records.errors import UserError, disk_full_is_a_user_error
 from halfbyte.records.files import write_text
 from halfbyte.records.progress import progress_bar
 from halfbyte.records.training import CURVES_FILE, Validation
@@ -142,14 +142,25 @@ def _number(value: float) -> float | None:
 
 
 def _lines(path: Path, last: int) -> list[dict[str, Any]]:
-    """The whole lines of an earlier process, up to a step; a step that was done twice counts once, the last time."""
+    """The whole lines of an earlier process, up to a step; a step that was done twice counts once, the last time.
+
+    Raises:
+        UserError: when the file is missing or damaged.
+    """
     found: dict[tuple[bool, int], dict[str, Any]] = {}
+    hint = "restore the file, or --force to begin anew"
     if not path.is_file():
-        return []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        raise UserError(f"{path} is missing, and its checkpoints are there", hint)
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             break
-        content = json.loads(line)
-        if content["step"] <= last:
-            found[("validation_loss" in content, content["step"])] = content
+        try:
+            content = json.loads(line)
+            step = int(content["step"])
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f"{path}:{number} is no line of a training curve", hint) from None
+        if step <= last:
+            found[("validation_loss" in content, step)] = content
+    if (True, 0) not in found:
+        raise UserError(f"{path} lacks the validation before training", hint)
     return list(found.values())

@@ -28,7 +28,7 @@ from halfbyte.quant.packing import packs_rows
 from halfbyte.quant.processes import Processes
 from halfbyte.quant.teacher_logits import StoredLogits, store_logits
 from halfbyte.quant.teacher_texts import sample_texts
-from halfbyte.quant.train import Training, finished, put_trained, train
+from halfbyte.quant.train import Training, checkpoints_of, finished, put_trained, train
 from halfbyte.quant.training_texts import Examples, Sampled, training_examples
 from halfbyte.recipes.texts import load_texts
 from halfbyte.recipes.training import TeacherSpec, TrainSpec
@@ -78,6 +78,8 @@ class Making:
                 hashed.result()
             with timed(seconds, "texts"):
                 sequences, data = tokenized.result()
+        if job.recipe.train is not None and finished(run, job.key) is None:
+            checkpoints_of(run, job.key).found()  # refuses those of another training before anything is written over
         known = ptq.has_calibration(run.calibration, job.key)
         self.processes.wait()  # until all have looked, before one writes it
         if known:
@@ -157,6 +159,8 @@ class Making:
         found = None
         if questions:
             overlapping = overlap(examples.texts, questions)
+            for line in overlapping.describe():
+                logger.info("overlap of the training texts with %s", line)
             overlapping.require_at_most(spec.max_overlap)
             checked = sum(task.checked for task in overlapping.tasks.values())
             found = OverlapFound(questions=checked, found=len(overlapping.touched), bound=spec.max_overlap)

@@ -71,9 +71,13 @@ class StoredLogits:
         return _path(self.folder, shard)
 
     def _shard(self, shard: int) -> Any:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        return cast(Any, safe_open)(self._path(shard), framework="pt").__enter__()
+        path = self._path(shard)
+        try:
+            return cast(Any, safe_open)(path, framework="pt").__enter__()
+        except SafetensorError as error:
+            raise UserError(f"{path} is damaged: {error}", "delete it to have it made again") from None
 
     def read(self, rows: Sequence[int], temperature: float | None = None) -> TopK:
         """The distributions of all tokens of these rows that count in a loss, in their order.

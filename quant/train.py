@@ -6,6 +6,7 @@ import gc
 import logging
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -99,12 +100,13 @@ def train(training: Training, run: RunFolder) -> TrainingRecord:
     Raises:
         UserError: when training diverges; the last good checkpoint stays on disk.
     """
-    from halfbyte.quant.curves import Curves, Diverged
+    from halfbyte.quant.curves import Curves
 
     spec = training.spec
-    checkpoints = checkpoints_of(run, training.key)
-    arguments = _arguments(training, checkpoints.scratch)
+    arguments = _arguments(training, checkpoints_of(run, training.key).scratch)
     processes = max(1, arguments.world_size)
+    began = {"texts": training.examples.digest, "processes": processes}
+    checkpoints = Checkpoints(run.training / "checkpoints", training.key, began)
     rows = training.examples.train
     steps = steps_of(spec, len(rows), processes)
     arguments.max_steps = steps
@@ -132,17 +134,13 @@ def train(training: Training, run: RunFolder) -> TrainingRecord:
     with quiet_upstream(), transformers_as_they_are():
         trainer = _trainer(training, arguments, curves, checkpoints, order, held)
         share_inputs(training.model)  # now that ModelOpt has kept the quantizers' state
-    stopped = None
-    try:
-        with quiet_upstream():
-            trainer.train(resume_from_checkpoint=str(last.folder) if last else None)
-    except Diverged as error:
-        stopped = f"diverged: {error}"
-    finally:
+    if last is not None and (last.step >= steps or _out_of_patience(curves.validations, spec)):
+        done, stopped = last.step, None  # a process was killed between its last checkpoint and the record
         curves.close()
-    done = int(trainer.state.global_step)
-    if stopped is None:
-        stopped = "max_steps" if done >= steps else "patience"
+    else:
+        stopped = _run(trainer, curves, last)
+        done = int(trainer.state.global_step)
+    stopped = stopped or ("max_steps" if done >= steps else "patience")
     record = _record(training, curves, checkpoints, order, done, stopped)
     if arguments.should_save:
         record.save(run.training)
@@ -293,6 +291,32 @@ def _trainer(
     if spec.validation.patience is not None:
         trainer.add_callback(EarlyStoppingCallback(spec.validation.patience))
     return trainer
+
+
+def _run(trainer: QuantizedTrainer, curves: Curves, last: Saved | None) -> str | None:
+    """Trains to the end; what is recorded of a divergence, or None."""
+    from halfbyte.quant.curves import Diverged
+
+    try:
+        with quiet_upstream():
+            trainer.train(resume_from_checkpoint=str(last.folder) if last else None)
+    except Diverged as error:
+        if not curves.validations:
+            raise UserError(
+                f"the model is broken before training: {error}; nothing was exported",
+                "look at the original's weights, and at the recipe's quantize block and calibration texts",
+            ) from None
+        return f"diverged: {error}"
+    finally:
+        curves.close()
+    return None
+
+
+def _out_of_patience(validations: Sequence[Validation], spec: TrainSpec) -> bool:
+    """Whether the last so many validations were no better than one before: transformers' EarlyStoppingCallback."""
+    values = [one.kl if spec.metric == "kl" else one.loss for one in validations if one.step > 0]
+    known = [value for value in values if value is not None]
+    return spec.validation.patience is not None and len(known) - 1 - known.index(min(known)) >= spec.validation.patience
 
 
 def _record(

@@ -24,7 +24,7 @@ def require_trainable(recipe: Recipe, source: Source) -> Source | None:
 
     Raises:
         UserError: for a text longer than the model takes, a local file that cannot be read, a device that is not here,
-            or a teacher with another vocabulary.
+            or a teacher with another vocabulary or that takes shorter texts.
     """
     spec = recipe.train
     if spec is None:
@@ -36,11 +36,7 @@ def require_trainable(recipe: Recipe, source: Source) -> Source | None:
     with torch.device("meta"):
         config, _ = empty_model(source)
     longest = getattr(config, "max_position_embeddings", None)
-    wanted = max(spec.length, spec.sampled.length if spec.sampled else 0)
-    if longest is not None and wanted > longest:
-        raise UserError(
-            f"train.length is {wanted} tokens and the model takes {longest}", f"set train.length to at most {longest}"
-        )
+    _require_length(spec, longest, "the model")
     if spec.teacher is None:
         return None
     if spec.teacher.device is not None:
@@ -50,7 +46,23 @@ def require_trainable(recipe: Recipe, source: Source) -> Source | None:
         return source
     teacher = locate(theirs.id, revision=theirs.revision, gguf_file=theirs.gguf_file, dtype=theirs.dtype)
     _require_same_tokens(source, teacher)
+    with torch.device("meta"):
+        config, model = empty_model(teacher)
+    _require_length(spec, getattr(config, "max_position_embeddings", None), f"the teacher {teacher.name}")
+    tokens, rows = open_tokenizer(source).vocab_size, int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
+    if tokens > rows:
+        raise UserError(
+            f"the teacher {teacher.name} has embeddings of {rows} tokens, and {source.name} has {tokens}",
+            "distil from a model with the same vocabulary",
+        )
     return teacher
+
+
+def _require_length(spec: TrainSpec, longest: int | None, whose: str) -> None:
+    wanted = {"train.length": spec.length} | ({"train.sampled.length": spec.sampled.length} if spec.sampled else {})
+    for name, length in wanted.items():
+        if longest is not None and length > longest:
+            raise UserError(f"{name} is {length} tokens and {whose} takes {longest}", f"set it to at most {longest}")
 
 
 def _require_same_tokens(student: Source, teacher: Source) -> None:

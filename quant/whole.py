@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,12 @@ class Checkpoints:
     Args:
         folder: Where they are.
         key: Digest of all that decides the training; a checkpoint of another is refused.
+        began: What else must be as it was for who goes on: the digest of the rows, and how many processes; empty for
+            who only reads what was trained.
     """
 
-    def __init__(self, folder: Path, key: str) -> None:
-        self.folder, self.key = folder, key
+    def __init__(self, folder: Path, key: str, began: Mapping[str, Any] | None = None) -> None:
+        self.folder, self.key, self.began = folder, key, dict(began or {})
 
     @property
     def scratch(self) -> Path:
@@ -54,6 +57,7 @@ class Checkpoints:
         sync_files(written)
         sizes = {str(path.relative_to(written)): path.stat().st_size for path in written.rglob("*") if path.is_file()}
         facts = {"schema_version": 1, "key": self.key, "step": step, "loss": loss, "kl": kl, "files": sizes}
+        facts["began"] = self.began
         write_json(written / MARKER, facts)
         replace_folder(written, final)
         return Saved(final, step, loss, kl)
@@ -72,7 +76,7 @@ class Checkpoints:
         """The whole checkpoints, in the order of their steps.
 
         Raises:
-            UserError: when one is of another training.
+            UserError: when one is of another training, or of one that began otherwise.
         """
         saved = []
         for path in self.folder.glob("step-*"):
@@ -84,6 +88,13 @@ class Checkpoints:
                     f"{path} is of a training with another recipe, texts, model or version of the packages",
                     "take the change back to go on with it, choose another --output, or --force to begin anew",
                 )
+            for name, ours in self.began.items():
+                theirs = facts["began"].get(name)
+                if theirs != ours:
+                    raise UserError(
+                        f"{path} is of a training with other {name}: {theirs}, and now {ours}",
+                        f"take the same {name} to go on with it, choose another --output, or --force to begin anew",
+                    )
             saved.append(Saved(path, int(facts["step"]), facts["loss"], facts["kl"]))
         return sorted(saved, key=lambda one: one.step)
 

@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from halfbyte.recipes.drawn import DrawnTrajectories
 from halfbyte.recipes.sources import ModelSpec, Strict, TextSource
 
+MOST_ROWS = 2**27
+"""Rows of a training with all its repetitions: their order is kept in memory."""
+
 
 class TrainingSource(TextSource):
     """Texts to train on: plain ones (field), pairs of a prompt and its response, or chats."""
@@ -57,7 +60,7 @@ class SampledTexts(Strict):
     """Texts to write."""
     length: int = Field(default=512, ge=2)
     """Tokens of each, its prompt among them."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
     seed: int = Field(default=1234, ge=0, lt=2**32)
 
 
@@ -85,7 +88,7 @@ class TeacherSpec(Strict):
     """None for the recipe's own model, unquantized."""
     device: str | None = None
     """Where it is: cuda:1, cpu; None beside the model that is trained."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Of both distributions in the distillation loss; the validation is at 1."""
     offline_top_k: int | None = Field(default=None, ge=1)
     """Compute the teacher's k largest logits of each token once, before training, and store them, for models of which
@@ -161,6 +164,8 @@ class TrainSpec(Strict):
             raise ValueError("qad and sampled texts need a teacher")
         if self.teacher is None and self.validation.metric == "kl":
             raise ValueError("validation by kl needs a teacher")
+        if (self.max_steps or 1) * self.batch_size * self.gradient_accumulation > MOST_ROWS:
+            raise ValueError(f"max_steps, batch_size and gradient_accumulation give more than {MOST_ROWS:,} rows")
         if self.lora is not None and self.learned_scales:
             raise ValueError("lora leaves the weights as they are, and learned_scales changes their scales; give one")
         return self

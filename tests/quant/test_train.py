@@ -235,6 +235,95 @@ def test_changed_texts_do_not_go_on_with_the_training_of_others(folder: Path) ->
         produce.produce(job_of(folder), run)
 
 
+def cut_short(run: RunFolder) -> None:
+    """As a kill between the last checkpoint and the record leaves it."""
+    run.manifest.unlink()
+    shutil.rmtree(run.checkpoint)
+    (run.training / "training.json").unlink()
+
+
+def test_changed_texts_cost_neither_the_calibration_nor_the_logits_of_the_training_begun(folder: Path) -> None:
+    run = RunFolder(folder / "run")
+    produce.produce(job_of(folder, "train.teacher.offline_top_k=8"), run)
+    cut_short(run)
+    kept = [*run.calibration.iterdir(), *(run.training / "teacher").iterdir()]
+    before = [path.stat().st_mtime_ns for path in kept]
+    texts = folder / "recipe" / "training.txt"
+    texts.write_text(texts.read_text() + "one more line of text\n")
+    with pytest.raises(UserError, match="is of a training with another recipe, texts, model"):
+        produce.produce(job_of(folder, "train.teacher.offline_top_k=8"), run)
+    assert [path.stat().st_mtime_ns for path in kept] == before
+
+
+@pytest.mark.parametrize("stopped", ["max_steps", "patience"])
+def test_a_training_that_was_over_is_not_gone_on_with(folder: Path, stopped: str) -> None:
+    patient = ["train.validation={share: 0.2, every: 2, patience: 1}", "train.learning_rate=1e-6", "train.max_steps=40"]
+    changes = patient if stopped == "patience" else []
+    run = RunFolder(folder / "run")
+    produce.produce(job_of(folder, *changes), run)
+    first = load_training(run.training)
+    assert first.stopped == stopped
+    cut_short(run)
+    produce.produce(job_of(folder, *changes), run)
+    again = load_training(run.training)
+    assert (again.steps, again.stopped, again.best) == (first.steps, first.stopped, first.best)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "curves.jsonl is missing"),
+        ("{}\n", "curves.jsonl:1 is no line of a training curve"),
+        ("", "lacks the vali"),
+    ],
+)
+def test_curves_that_are_lost_are_one_line(folder: Path, content: str | None, message: str) -> None:
+    run = RunFolder(folder / "run")
+    produce.produce(job_of(folder), run)
+    cut_short(run)
+    path = run.training / "curves.jsonl"
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        produce.produce(job_of(folder), run)
+
+
+@pytest.mark.parametrize("name", ["texts", "processes"])
+def test_a_training_goes_on_only_with_the_rows_and_processes_it_began_with(folder: Path, name: str) -> None:
+    """Rows of a hub data set may change under a recipe that does not."""
+    run = RunFolder(folder / "run")
+    produce.produce(job_of(folder), run)
+    cut_short(run)
+    for path in run.training.glob("checkpoints/*/whole.json"):
+        facts = json.loads(path.read_text())
+        path.write_text(json.dumps(facts | {"began": facts["began"] | {name: 2}}))
+    with pytest.raises(UserError, match=f"is of a training with other {name}: 2, and now"):
+        produce.produce(job_of(folder), run)
+
+
+def test_a_model_that_is_broken_before_training_is_told_so(
+    folder: Path, llama_factory: Any, tiny_model_folder: Path
+) -> None:
+    model = llama_factory()
+    with torch.no_grad():
+        model.lm_head.weight[5, 3] = float("nan")
+    broken = shutil.copytree(tiny_model_folder, folder / "broken")
+    model.save_pretrained(broken)
+    with pytest.raises(UserError, match="the model is broken before training: the validation loss is nan at step 0"):
+        produce.produce(job_of(folder, f"model.id={broken}"), RunFolder(folder / "run"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"), [({"vocab_size": 380}, "has embeddings of 380 tokens"), ({"max_length": 16}, "takes 16")]
+)
+def test_a_teacher_that_is_too_narrow_or_takes_shorter_texts_is_refused(
+    folder: Path, shape: dict[str, int], message: str, llama_factory: Any, tiny_tokenizer: Any
+) -> None:
+    llama_factory(**shape).save_pretrained(folder / "other")
+    tiny_tokenizer.save_pretrained(folder / "other")
+    with pytest.raises(UserError, match=message):
+        job_of(folder, f"train.teacher.model={{id: {folder / 'other'}}}")
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(folder: Path, llama_factory: Any, tokenizer_factory: Any) -> None:
     other = folder / "other"
     tokenizer = tokenizer_factory()

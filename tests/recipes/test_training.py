@@ -22,8 +22,8 @@ def test_a_small_block_is_enough() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sources": []}, "exactly one of sources and sampled"),
-        ({"sampled": {}}, "exactly one of sources and sampled"),
+        ({"sources": []}, "exactly one of sources"),
+        ({"sampled": {}}, "exactly one of sources"),
         ({"epochs": 1.0}, "exactly one of max_steps and epochs"),
         ({"max_steps": None}, "exactly one of max_steps and epochs"),
         ({"teacher": None}, "need a teacher"),
@@ -31,6 +31,9 @@ def test_a_small_block_is_enough() -> None:
         ({"lora": {}, "learned_scales": True}, "give one"),
         ({"learning_rate": 0.0}, "greater than 0"),
         ({"warmup": 1.0}, "less than 1"),
+        ({"max_steps": 10**9}, "give more than 134,217,728 rows"),
+        ({"lora": {"targets": []}}, "at least 1 item"),
+        ({"teacher": {"temperature": 1e-30}}, "greater than or equal to 0.01"),
         ({"seed": -1}, "greater than or equal to 0"),
     ],
 )
