@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 def run(args: Namespace) -> int:
     """Evaluates, writes a record a task, prints each metric and where the records are."""
+    if _of_images(args):
+        from halfbyte.evaluate_images import run as run_images
+
+        return run_images(args)
     settings = _settings(args)
     if args.dry_run:
         return _plan(args, settings)
@@ -59,6 +63,17 @@ def run(args: Namespace) -> int:
                 print(f"{record.task:24} {metric.metric:16} {metric.filter:18} {value}  n={metric.questions}{again}")
     print(f"records: {args.output}")
     return 0
+
+
+def _of_images(args: Namespace) -> bool:
+    if (args.tasks is None) == (args.prompts is None):
+        raise UserError(
+            "nothing says what to evaluate" if args.tasks is None else "--tasks and --prompts exclude each other",
+            "give --tasks for a language model, or --prompts for one that draws",
+        )
+    if args.tasks is not None and args.reference is not None:
+        raise UserError("--reference belongs to --prompts", "leave it out")
+    return args.prompts is not None
 
 
 def _settings(args: Namespace) -> EvaluateSpec:

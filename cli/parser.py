@@ -32,6 +32,7 @@ def build_parser() -> ArgumentParser:
     _add_train(commands)
     _add_verify(commands)
     _add_dequantize(commands)
+    _add_memory(commands)
     _add_eval(commands)
     _add_compare(commands)
     _add_gate(commands)
@@ -207,22 +208,44 @@ def _add_dequantize(commands: Commands) -> None:
     parser.add_argument("--dtype", choices=DTYPES[1:], default="bfloat16", help="type of the weights (bfloat16)")
 
 
+def _add_memory(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "memory",
+        "memory",
+        "measure the peak memory of a pipeline that draws, unquantized and exported, in normal and low-VRAM mode",
+        "  halfbyte memory flux.1-dev-fp8 flux.1-dev-nvfp4",
+    )
+    parser.add_argument("recipe", nargs="+", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
+    _add_set(parser)
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs"), metavar="DIR", help="where the recipes' run folders are (runs)"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default cuda where there is one")
+
+
 def _add_eval(commands: Commands) -> None:
     parser = _command(
         commands,
         "eval",
         "evaluate",
-        "evaluate a model or an exported checkpoint on lm-eval tasks",
+        "evaluate a model or an exported checkpoint on lm-eval tasks, or the images a pipeline draws",
         "  halfbyte eval models/SmolLM2-135M-Instruct --tasks smoke --output out/bf16\n"
         "  halfbyte eval out/nvfp4 --tasks arc_easy,gsm8k --limit 100 --data-root DATA --output out/nvfp4-eval\n"
         "  halfbyte eval meta-llama/Llama-3.1-8B-Instruct --tasks mmlu,gsm8k --num-fewshot 5 --dry-run\n"
         "  halfbyte eval models/SmolLM2-135M-Instruct --tasks gsm8k --apply-chat-template --show 3\n"
         "  halfbyte eval out/nvfp4 --tasks gsm8k --output out/served --set evaluate.backend=server "
-        "--set evaluate.server.base_url=http://localhost:8000/v1",
+        "--set evaluate.server.base_url=http://localhost:8000/v1\n"
+        "  halfbyte eval black-forest-labs/FLUX.1-dev --prompts prompts.txt --output out/bf16 "
+        "--set evaluate.images.steps=30",
     )
     parser.add_argument("model", metavar="MODEL", help="hub id, model folder or exported checkpoint")
+    parser.add_argument("--tasks", metavar="A,B", help="lm-eval tasks or groups, and halfbyte's: smoke, math_500, ...")
     parser.add_argument(
-        "--tasks", required=True, metavar="A,B", help="lm-eval tasks or groups, and halfbyte's: smoke, math_500, ..."
+        "--prompts", metavar="FILE", help="for a pipeline that draws: a .txt file with a prompt a line, or .jsonl"
+    )
+    parser.add_argument(
+        "--reference", type=Path, metavar="DIR", help="with --prompts: the baseline's --output, for PSNR, SSIM, LPIPS"
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="folder for results and samples; not needed to look or to plan"

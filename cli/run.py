@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfbyte.compare import can_judge, exit_code, rendered
 from halfbyte.recipes.find import load_recipe, with_limit
+from halfbyte.recipes.images import IMAGES
 from halfbyte.records.errors import UserError
-from halfbyte.records.files import dumps, read_json, write_json
+from halfbyte.records.files import dumps
 from halfbyte.records.run import RunFolder
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from halfbyte.recipes.schema import Recipe
     from halfbyte.reports.comparison import Comparison
     from halfbyte.reports.policy import Policy
-
-logger = logging.getLogger(__name__)
 
 STAGES = ("plan", "baseline", "quantize", "verify", "canary", "candidate", "fidelity", "report")
 
@@ -31,6 +30,7 @@ def run(args: Namespace) -> int:
     twice = {recipe.name for recipe in recipes if [other.name for other in recipes].count(recipe.name) > 1}
     if twice:
         raise UserError(f"recipe '{min(twice)}' is given twice")
+    from halfbyte.eval.image_scores import require_metrics
     from halfbyte.eval.opening import require_two_endpoints
     from halfbyte.eval.resolve import require_tasks
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in a recipe should not
@@ -50,7 +50,10 @@ def run(args: Namespace) -> int:
     for job in jobs:
         if not args.force:
             produce.require_own_folder(job, RunFolder(args.output / job.recipe.name), force=False)
-        require_tasks(job.recipe.evaluate)
+        if job.recipe.evaluate.images is not None:
+            require_metrics(job.recipe.evaluate.images)
+        else:
+            require_tasks(job.recipe.evaluate)
     comparisons = [
         _run_one(job, RunFolder(args.output / job.recipe.name), policies[job.recipe.name], args) for job in jobs
     ]
@@ -64,6 +67,11 @@ def _print_plans(jobs: list[Job], *, as_json: bool) -> int:
         print(dumps([plan_dict(job) for job in jobs]), end="")
         return 0
     for job in jobs:
+        if job.recipe.evaluate.images is not None:
+            from halfbyte.run_images import plan_text as images_text
+
+            print(f"{plan_text(job)}\n{images_text(job)}\n")
+            continue
         tasks = ", ".join(spec.task for spec in job.recipe.evaluate.tasks)
         print(f"{plan_text(job)}\ntasks        {tasks}\n")
     return 0
@@ -74,7 +82,10 @@ def _policy_that_applies(recipe: Recipe) -> Policy | None:
     from halfbyte.reports.policy import load_policy
 
     policy = load_policy(recipe.gate.policy)
-    return policy if can_judge(policy, {spec.task: spec.limit for spec in recipe.evaluate.tasks}) else None
+    limits = {spec.task: spec.limit for spec in recipe.evaluate.tasks}
+    if recipe.evaluate.images is not None:
+        limits = {f"{IMAGES}/{name}": recipe.evaluate.images.limit for name in recipe.evaluate.images.metrics}
+    return policy if can_judge(policy, limits) else None
 
 
 def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace) -> Comparison:
@@ -83,7 +94,14 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
     from halfbyte.reports.evidence import with_evidence
     from halfbyte.reports.write import write_reports
     from halfbyte.sides import Side, cached_records, keep_copy, measure_noise, own_records
-    from halfbyte.stages import keep_baseline, make_checkpoint, measure, observe_baseline, release_canary
+    from halfbyte.stages import (
+        keep_baseline,
+        make_checkpoint,
+        measure,
+        observe_baseline,
+        release_canary,
+        require_verified,
+    )
 
     recipe = job.recipe
     settings = recipe.evaluate
@@ -93,6 +111,10 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         produce.claim(job, folder)
         if not produce.has_checkpoint(job, folder):
             produce.require_space(job, folder)  # before hours of baseline, and not after them
+        if settings.images is not None:
+            from halfbyte.run_images import run_images
+
+            return run_images(job, folder, policy, args.data_root, partial(_say, args, recipe))
         _say(args, recipe, "plan", f"{job.source.name} on {job.device}\n{job.plan}")
         baseline = Side(job.source.digest, job.device.type, job.dtype, job.open_baseline, job.describe_baseline)
         _say(args, recipe, "baseline", job.source.name)
@@ -108,7 +130,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         _say(args, recipe, "quantize", str(folder.checkpoint))
         summary = make_checkpoint(job, folder, args.data_root)
         _say(args, recipe, "verify", str(folder.checkpoint))
-        _verify(folder, summary.digest, job)
+        require_verified(folder, summary.digest, job)
         candidate = Side(
             summary.digest,
             job.device.type,
@@ -135,33 +157,6 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         comparison = with_evidence(comparison, folder, recipe.published)
         write_reports([comparison], folder.root)
     return comparison
-
-
-def _verify(folder: RunFolder, digest: str, job: Job) -> None:
-    """Checks the checkpoint's numbers before hours are spent on evaluating it; once for each content.
-
-    Raises:
-        UserError: naming the first check that failed and how many.
-    """
-    from halfbyte.quant.verify import verify
-
-    if folder.verification.is_file():
-        known = read_json(folder.verification)
-        if known["checkpoint_digest"] == digest and all(row["passed"] for row in known["checks"]):
-            logger.info("verify: done already")
-            return
-    # The tensors of a GGUF file have other names, and training changes weights on purpose; without the original,
-    # errors of weights are not looked at.
-    like_source = job.source.gguf_file is None and job.recipe.train is None
-    checks = verify(folder.checkpoint, job.source.folder if like_source else None)
-    rows = [check.as_dict() for check in checks]
-    write_json(folder.verification, {"schema_version": 1, "checkpoint_digest": digest, "checks": rows})
-    failed = [check for check in checks if not check.passed]
-    if failed:
-        raise UserError(
-            f"{folder.checkpoint} fails {len(failed)} of {len(checks)} checks: {failed[0].name}: {failed[0].faults[0]}",
-            f"see `halfbyte verify {folder.checkpoint}`; delete the checkpoint to have it exported again",
-        )
 
 
 def _say(args: Namespace, recipe: Recipe, stage: str, what: str) -> None:

@@ -24,7 +24,7 @@ from halfbyte.records.canary import CANARY_FILE, CanaryRecord, load_canary
 from halfbyte.records.digests import cache_folder, value_digest
 from halfbyte.records.errors import Anomaly, UserError
 from halfbyte.records.fidelity import FIDELITY_FILE, FidelityRecord, load_fidelity
-from halfbyte.records.files import dumps
+from halfbyte.records.files import dumps, read_json, write_json
 from halfbyte.records.manifest import package_versions
 from halfbyte.records.record import ModelSummary
 from halfbyte.sides import Side
@@ -84,11 +84,39 @@ def make_checkpoint(job: Job, folder: RunFolder, data_root: Path | None) -> Mode
     from halfbyte.quant import produce
 
     questions = None
-    if job.recipe.train is not None and not produce.has_checkpoint(job, folder):
+    asks = job.recipe.evaluate.tasks and job.recipe.train is not None
+    if asks and not produce.has_checkpoint(job, folder):
         from halfbyte.eval.question_texts import question_texts
 
         questions = question_texts(job.recipe.evaluate, data_root)
     return produce.produce(job, folder, data_root=data_root, questions=questions)
+
+
+def require_verified(folder: RunFolder, digest: str, job: Job) -> None:
+    """Checks the checkpoint's numbers before hours are spent on evaluating it; once for each content.
+
+    Raises:
+        UserError: naming the first check that failed and how many.
+    """
+    from halfbyte.quant.verify import verify
+
+    if folder.verification.is_file():
+        known = read_json(folder.verification)
+        if known["checkpoint_digest"] == digest and all(row["passed"] for row in known["checks"]):
+            logger.info("verify: done already")
+            return
+    # The tensors of a GGUF file have other names, and training changes weights on purpose; without the original,
+    # errors of weights are not looked at.
+    like_source = getattr(job.source, "gguf_file", None) is None and job.recipe.train is None
+    checks = verify(folder.checkpoint, job.source.folder if like_source else None)
+    rows = [check.as_dict() for check in checks]
+    write_json(folder.verification, {"schema_version": 1, "checkpoint_digest": digest, "checks": rows})
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        raise UserError(
+            f"{folder.checkpoint} fails {len(failed)} of {len(checks)} checks: {failed[0].name}: {failed[0].faults[0]}",
+            f"see `halfbyte verify {folder.checkpoint}`; delete the checkpoint to have it exported again",
+        )
 
 
 def measure(

@@ -117,6 +117,10 @@ class Drawing:
         if reference is not None:
             _require_same(self.settings, reference)
 
+    def folder(self, root: Path) -> Path:
+        """Where the set will be."""
+        return root / self.settings.model_digest[:16] / self.settings.key[:16]
+
     def draw(self, root: Path) -> ImageSet:
         """The set, whole, below `root`/<model digest>/<settings key>; what is there is not drawn again.
 
@@ -124,7 +128,7 @@ class Drawing:
             UserError: when another process draws it, the disk is full, or the GPU has too little memory.
             Anomaly: when an image is of no numbers.
         """
-        output = root / self.settings.model_digest[:16] / self.settings.key[:16]
+        output = self.folder(root)
         partial = output.with_name(output.name + PARTIAL)
         if (output / ENTRIES_FILE).is_file():
             known = ImageSet.load(output)

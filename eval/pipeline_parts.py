@@ -62,7 +62,8 @@ def open_parts(
     if not (folder / PIPELINE_FILE).is_file():
         raise UserError(f"{folder} holds no pipeline", f"a diffusers pipeline has {PIPELINE_FILE}")
     index = read_json(folder / PIPELINE_FILE)
-    kind = getattr(diffusers, str(index.get("_class_name")), None)
+    with quiet():  # which imports it
+        kind = getattr(diffusers, str(index.get("_class_name")), None)
     if kind is None:
         raise UserError(f"diffusers {diffusers.__version__} has no pipeline {index.get('_class_name')!r}")
     meta: dict[str, nn.Module] = {}

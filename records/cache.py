@@ -23,10 +23,12 @@ logger = logging.getLogger(__name__)
 EVALUATIONS = "evaluations"
 SERVERS = "servers"
 KEPT = "fidelity"
+IMAGES = "images"
 KINDS = {
     EVALUATIONS: "evaluation",
     "canary": "canary",
     KEPT: "baseline's states",
+    IMAGES: "images",
     "datasets": "data set",
     "tasks": "index of tasks",
     SERVERS: "names of servers",
@@ -129,7 +131,7 @@ def _paths(kind: str) -> list[Path]:
         return []
     if kind in _WHOLE:
         return [folder]
-    inside = folder.glob("*/*" if kind in (EVALUATIONS, "canary", KEPT) else "*")
+    inside = folder.glob("*/*" if kind in (EVALUATIONS, "canary", KEPT, IMAGES) else "*")
     return [path for path in inside if not path.name.startswith(".")]
 
 

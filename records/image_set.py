@@ -155,17 +155,6 @@ class ImageSet:
                 raise UserError(f"{path} has changed since it was written", "generate it again")
 
 
-def find_images(record: Path, name: str) -> Path | None:
-    """The folder of the set that a record's sample lines name; None where it is not beside the record.
-
-    Args:
-        record: The record's folder: in the cache, in a run, or below the --output of `halfbyte eval`.
-        name: <model digest>/<settings key>, the key image.set of a sample line.
-    """
-    places = [above / "images" / name for above in record.resolve().parents[:4]]
-    return next((place for place in places if (place / ENTRIES_FILE).is_file()), None)
-
-
 def require_paired(candidate: ImageSet, baseline: ImageSet) -> None:
     """Refuses two sets whose images cannot be compared one by one.
 

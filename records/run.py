@@ -58,6 +58,11 @@ class RunFolder:
         """The records of one model, a folder a task."""
         return self.root / "evaluations" / model_digest[:16]
 
+    @property
+    def images(self) -> Path:
+        """The images of both sides, a folder a model and in it one for each set of settings."""
+        return self.root / "images"
+
     def fidelity(self, candidate_digest: str) -> Path:
         """The fidelity record of one candidate."""
         return self.root / "fidelity" / candidate_digest[:16]
@@ -68,7 +73,7 @@ class RunFolder:
 
     def written(self) -> list[Path]:
         """What a run put here, half-written folders included; anything else in the folder is somebody's own."""
-        stages = ("calibration", "calibrating", "training", "checkpoint", "evaluations", "fidelity", "canary")
+        stages = ("calibration", "calibrating", "training", "checkpoint", "evaluations", "images", "fidelity", "canary")
         files = ("recipe.yaml", "manifest.json", "verification.json", "comparison.json", "verdict.json", "junit.xml")
         reports = ("report.md", "report.html", "model-card.md", "eval_results.yaml")
         names = {*files, *reports, *stages, *(f"{stage}{end}" for stage in stages for end in ENDINGS)}

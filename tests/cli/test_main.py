@@ -27,8 +27,9 @@ OPTIONS = {
     "quantize": "--data-root --device --dry-run --force --json --model --output --quiet --set recipe",
     "train": "--data-root --device --dry-run --force --json --output --quiet --set recipe",
     "eval": "--allow-truncated --apply-chat-template --batch-size --data-root --device --dry-run --dtype --json "
-    "--limit --max-length --num-fewshot --output --quiet --repeat-baseline --samples --set --show --tasks --weights "
-    "model",
+    "--limit --max-length --num-fewshot --output --prompts --quiet --reference --repeat-baseline --samples --set "
+    "--show --tasks --weights model",
+    "memory": "--device --json --output --quiet --set recipe",
     "compare": "--format --json --output --policy --quiet baseline candidate",
     "gate": "--json --junit --policy --quiet baseline candidate",
     "verify": "--json --quiet --source checkpoint",
