@@ -24,6 +24,8 @@ UNKNOWN = "unknown"
 """A setting that a server does not tell. It agrees with nothing, not even with itself."""
 IMAGES_OUTPUT = "text_to_image"
 """The output type of a task whose answers are images."""
+METRIC_WEIGHTS = "metric_weights"
+"""What the digests of the networks that images are judged through are under in SubtaskFingerprint.generation."""
 OUR_TASKS = "halfbyte/tasks"
 """What the digest of our own task files is under in EvaluationRecord.data."""
 MemoryKind = Literal["cuda", "process"]

@@ -1,4 +1,7 @@
-"""The HTML report: one file without scripts or network that says on its first screen what happened and what to do."""
+"""The HTML report: one file without network that says on its first screen what happened and what to do.
+
+Nothing in it needs a script; where images are compared, a line of one lets the border between two of them be moved.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,11 @@ from halfbyte.reports.appendix import (
     speed_table,
 )
 from halfbyte.reports.comparison import Comparison, FidelityResult, Flip, TaskResult
+from halfbyte.reports.contact_sheet import contact_sheet
 from halfbyte.reports.curves import training_plots
 from halfbyte.reports.flips import fit_into_page
 from halfbyte.reports.forest import forest_plots
+from halfbyte.reports.latents import latent_plots
 from halfbyte.reports.metrics import SHARE
 from halfbyte.reports.notes import all_notes
 from halfbyte.reports.tables import (
@@ -31,6 +36,7 @@ from halfbyte.reports.tables import (
     labels,
     losses_table,
     models_table,
+    references_table,
     row_word,
     seeds_table,
     set_metrics_table,
@@ -78,6 +84,10 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
         ],
         gains=gains_tables(comparisons),
         whole_sets=set_metrics_table(comparisons),
+        unit=_unit(comparisons),
+        references=references_table(comparisons),
+        latents=[(caption, Markup(svg)) for caption, svg in latent_plots(comparisons)],
+        contact=contact_sheet(comparisons),
         candidates=[
             {
                 "label": label,
@@ -105,6 +115,11 @@ def render_html(comparisons: Sequence[Comparison]) -> str:
         manifest=manifest_table(comparisons),
         policies=list({one.policy.name: one.policy for one in comparisons if one.policy}.values()),
     )
+
+
+def _unit(comparisons: Sequence[Comparison]) -> str:
+    """What lost and gained count: questions, images, or both."""
+    return " or ".join(sorted({row.unit for one in comparisons for row in one.tasks}, reverse=True)) or "questions"
 
 
 def _card(label: str, comparison: Comparison) -> dict[str, str]:

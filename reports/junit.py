@@ -10,7 +10,7 @@ from halfbyte.records.errors import UserError
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, Judgement
 from halfbyte.reports.tables import SET_METRIC, check_one_baseline, labels
-from halfbyte.reports.verdict import CANARY, PERPLEXITY
+from halfbyte.reports.verdict import CANARY, PERPLEXITY, missing_rows
 
 _ILLEGAL = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # not allowed in XML 1.0
 
@@ -42,6 +42,9 @@ def junit(comparisons: Sequence[Comparison]) -> str:
                 f"margin {figures.figure(row.judgement.margin)}"
             )
             _case(suite, label, row.task, row.judgement, text)
+        for row, reason in missing_rows(one, one.policy).items():
+            case = ElementTree.SubElement(suite, "testcase", classname=_legal(label), name=_legal(row))
+            ElementTree.SubElement(case, "error", message=_legal(reason), type="inconclusive")
         for figure in one.set_metrics:
             case = ElementTree.SubElement(
                 suite, "testcase", classname=_legal(label), name=_legal(f"{figure.task} {figure.metric}")

@@ -22,6 +22,7 @@ def all_notes(comparisons: Sequence[Comparison]) -> list[str]:
                 f"{label}: worse beyond chance, at 5% for all {len(one.tasks)} tasks together (Holm): "
                 f"{', '.join(one.degraded)}"
             )
+        notes += [f"{label}: {row} could not be measured: {reason}" for row, reason in one.missing.items()]
         notes += [f"{label}: {note}" for note in [*training_notes(one), *one.notes]]
         if one.policy is not None:
             notes += [f"{label}: {row.metric} of {row.task} is {SET_METRIC}" for row in one.set_metrics]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from halfbyte.records.errors import UserError
-from halfbyte.records.record import UNKNOWN, EvaluationRecord, is_of_images, load_record, refuse_edited
+from halfbyte.records.record import METRIC_WEIGHTS, UNKNOWN, EvaluationRecord, is_of_images, load_record, refuse_edited
 from halfbyte.records.samples import Line, scan_lines, whole_line
 from halfbyte.reports.answers import Answer, read_answer
 from halfbyte.reports.comparison import SetMetric
@@ -124,6 +124,7 @@ def pair(
     if metric is not None:
         asked = {"primary": [metric, *first.primary[1:]]}
         first, second = first.model_copy(update=asked), second.model_copy(update=asked)
+    first, second = _of_common_weights(first, second), _of_common_weights(second, first)
     metric, filter_name, higher = _primary(first, baseline)
     if first.primary != second.primary or higher != _primary(second, candidate)[2]:
         raise UserError(
@@ -174,6 +175,24 @@ def pair(
         lengths=(_length(ours, keys), _length(theirs, keys)),
         lines={key: (ours[key], theirs[key]) for i, key in enumerate(keys) if values[0][i] != values[1][i]},
     )
+
+
+def _of_common_weights(record: EvaluationRecord, other: EvaluationRecord) -> EvaluationRecord:
+    """The record without the weights of metrics that the other was not measured by: no reason not to pair the rest."""
+    parts = dict(record.fingerprint.subtasks)
+    for name, part in parts.items():
+        twin = other.fingerprint.subtasks.get(name)
+        if (
+            twin is None
+            or METRIC_WEIGHTS not in (part.generation or {})
+            or METRIC_WEIGHTS not in (twin.generation or {})
+        ):
+            continue
+        ours, theirs = (dict((one.generation or {})[METRIC_WEIGHTS]) for one in (part, twin))
+        common = {metric: digest for metric, digest in ours.items() if metric in theirs}
+        parts[name] = part.model_copy(update={"generation": {**(part.generation or {}), METRIC_WEIGHTS: common}})
+    fingerprint = record.fingerprint.model_copy(update={"subtasks": parts})
+    return record.model_copy(update={"fingerprint": fingerprint})
 
 
 def _values(

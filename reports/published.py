@@ -194,15 +194,16 @@ def overlay_rows(table: PublishedTable, label: str, *, measured_only: bool = Fal
     """
     benchmarks = list(dict.fromkeys(cell.benchmark for cell in table.cells))
     rows: list[list[str]] = []
+    digits = 3 if table.unit == "score" else 2
     for name in dict.fromkeys(cell.row for cell in table.cells):
         cells = [cell for cell in table.cells if cell.row == name]
         if measured_only and all(cell.ours is None for cell in cells):
             continue
         rows.append([name, *(NOT_AT_HAND if cell.value is None else _plain(cell.value) for cell in cells)])
         if any(cell.ours is not None for cell in cells):
-            rows.append([f"ours, as {name}", *(figures.figure(cell.ours, 2) for cell in cells)])
+            rows.append([f"ours, as {name}", *(figures.figure(cell.ours, digits) for cell in cells)])
         if any(cell.difference is not None for cell in cells):
-            rows.append(["difference", *(figures.figure(cell.difference, 2) for cell in cells)])
+            rows.append(["difference", *(figures.figure(cell.difference, digits) for cell in cells)])
     return Table(f"{table.id} ({table.unit}) beside {label}", ["", *benchmarks], rows)
 
 

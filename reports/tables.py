@@ -212,6 +212,29 @@ def set_metrics_table(comparisons: Sequence[Comparison]) -> Table | None:
     )
 
 
+def references_table(comparisons: Sequence[Comparison]) -> Table | None:
+    """How far the candidates' images are from the baseline's, by metrics that do not decide; None without any."""
+    _, names = labels(comparisons)
+    rows = [
+        [
+            label,
+            row.metric,
+            figures.count(row.images),
+            figures.figure(row.mean),
+            figures.figure(row.median),
+            figures.figure(row.worst),
+            figures.count(one.equal),
+        ]
+        for label, side in zip(names, comparisons, strict=True)
+        for one in side.pictures
+        for row in one.references
+    ]
+    if not rows:
+        return None
+    headers = ["model", "metric", "images", "mean", "median", "worst", "equal images"]
+    return Table("Distance from the baseline's images", headers, rows, labels=2)
+
+
 def losses_table(comparison: Comparison, label: str, baseline: str) -> Table:
     """One row a task: both scores, the loss with its interval and margin, recovery, flips and verdict."""
     level = next((figures.level(row.result.interval.level) for row in comparison.tasks if row.result.interval), "")

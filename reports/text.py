@@ -15,6 +15,7 @@ from halfbyte.reports.tables import (
     losses_table,
     models_table,
     perplexity_line,
+    references_table,
     seeds_table,
     set_metrics_table,
     verdict_word,
@@ -44,7 +45,7 @@ def render_text(comparisons: Sequence[Comparison]) -> str:
         if one.fidelity is not None:
             parts.append(wrapped(perplexity_line(one.fidelity, label)))
         parts += [wrapped(line) for line in training_lines(one, label)]
-    others = [set_metrics_table(comparisons), *gains_tables(comparisons)]
+    others = [set_metrics_table(comparisons), references_table(comparisons), *gains_tables(comparisons)]
     parts += [f"{table.title}\n{aligned(table)}" for table in others if table is not None]
     parts.append(wrapped(how_to_read(comparisons[0])))
     if notes := all_notes(comparisons):
@@ -98,7 +99,7 @@ def render_markdown(comparisons: Sequence[Comparison]) -> str:
         if one.fidelity is not None:
             parts.append(escaped(perplexity_line(one.fidelity, label)))
         parts += [escaped(line) for line in training_lines(one, label)]
-    others = [set_metrics_table(comparisons), *gains_tables(comparisons)]
+    others = [set_metrics_table(comparisons), references_table(comparisons), *gains_tables(comparisons)]
     for table in (table for table in others if table is not None):
         parts += [f"## {escaped(table.title)}", piped(table)]
     parts.append(escaped(how_to_read(comparisons[0])))
