@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ BACKEND = "halfbyte_compiled"
 """The name under which ModelOpt's quantizers find quantize()."""
 LEAST = 2**20
 """Values of the smallest tensor that a compiled kernel is worth its compilation for."""
-_MOST_SHAPES = 8
-"""For so many shapes torch compiles one formula anew; it refuses more."""
+_MOST_SHAPES = 64
+"""For more shapes a formula is not compiled: each takes some seconds."""
 _OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 
@@ -82,23 +83,24 @@ class Compiled:
         rows_differ: Whether that number is left open, as for activations.
     """
 
-    def __init__(self, formula: Callable[..., Tensor], *, rows_differ: bool = False) -> None:
+    def __init__(self, formula: FunctionType, *, rows_differ: bool = False) -> None:
         self._formula = formula
         self._rows_differ = rows_differ
-        self._compiled: Any = None
-        self._trusted: dict[Any, bool] = {}
+        self._compiled: dict[Any, Callable[..., Tensor] | None] = {}
+        """By shape; None where the reference does the work."""
 
     def __call__(self, reference: Callable[[], Tensor], *arguments: Any) -> Tensor:
         """The formula's value, or the reference's where it was not found equal."""
         key = tuple(self._key(argument, at == 0) for at, argument in enumerate(arguments))
         key = (*key, torch.is_inference_mode_enabled(), torch.is_grad_enabled())
-        if key not in self._trusted:
-            if len(self._trusted) >= _MOST_SHAPES:
+        if key not in self._compiled:
+            if len(self._compiled) >= _MOST_SHAPES:
                 return reference()
             expected = reference()
-            self._trusted[key] = self._try(expected, arguments)
+            self._compiled[key] = self._try(expected, arguments)
             return expected
-        return self._run(arguments) if self._trusted[key] else reference()
+        compiled = self._compiled[key]
+        return reference() if compiled is None else self._run(compiled, arguments)
 
     def _key(self, argument: Any, first: bool) -> Any:
         if not isinstance(argument, Tensor):
@@ -106,28 +108,33 @@ class Compiled:
         shape = argument.shape[1:] if first and self._rows_differ else argument.shape
         return tuple(shape), argument.dtype, argument.device, argument.is_inference()
 
-    def _run(self, arguments: tuple[Any, ...]) -> Tensor:
-        if self._compiled is None:
-            self._compiled = torch.compile(self._formula, fullgraph=True, options=_OPTIONS)
+    def _run(self, compiled: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
         if self._rows_differ:
             torch._dynamo.mark_dynamic(arguments[0], 0)
-        found: Tensor = self._compiled(*arguments)
-        return found
+        return compiled(*arguments)
 
-    def _try(self, expected: Tensor, arguments: tuple[Any, ...]) -> bool:
+    def _try(self, expected: Tensor, arguments: tuple[Any, ...]) -> Callable[..., Tensor] | None:
+        name = self._formula.__name__
+        # A function of its own for each shape: torch would take the second width for one that changes, and what it then
+        # compiles is up to eight times slower.
+        code = self._formula.__code__.replace(co_name=f"{name}_{len(self._compiled)}")
+        own = FunctionType(code, self._formula.__globals__, name, self._formula.__defaults__)
         try:
-            found = self._run(arguments)
+            compiled = torch.compile(own, fullgraph=True, dynamic=False, options=_OPTIONS)
+            found = self._run(compiled, arguments)
         except RuntimeError as error:  # what torch raises for want of a C compiler, of Triton, or of a newer GPU
-            logger.info("torch does not compile %s: %s", self._formula.__name__, str(error).partition("\n")[0])
-            return False
-        equal = torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
-        if not equal:
-            logger.warning("the compiled %s is not used: it gives other bits", self._formula.__name__)
-        return equal
+            logger.info("torch does not compile %s: %s", name, str(error).partition("\n")[0])
+            return None
+        if torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)):
+            return compiled
+        logger.warning("the compiled %s is not used: it gives other bits", name)
+        return None
 
 
-_fp8, _nvfp4 = Compiled(fp8_rounded, rows_differ=True), Compiled(nvfp4_rounded, rows_differ=True)
-_nvfp4_values, _fp8_values = Compiled(nvfp4_values), Compiled(fp8_values)
+_fp8, _nvfp4, _nvfp4_values, _fp8_values = (
+    Compiled(cast(FunctionType, formula), rows_differ=formula in (fp8_rounded, nvfp4_rounded))
+    for formula in (fp8_rounded, nvfp4_rounded, nvfp4_values, fp8_values)
+)
 
 
 def usable(x: Tensor) -> bool:
