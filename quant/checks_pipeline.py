@@ -1,4 +1,4 @@
-"""Checks of an exported pipeline: does the transformer fit its class, are the scales of attention and all parts there."""
+"""Checks of an exported pipeline: does the transformer fit its class, are scales of attention and all parts there."""
 
 from __future__ import annotations
 
