@@ -1,4 +1,4 @@
-"""Which layers of FLUX.1's transformer each shipped recipe quantizes, by name and count, at full size without weights."""
+"""Which layers of FLUX.1 each shipped recipe quantizes, by name and count, at full size and without weights."""
 
 from __future__ import annotations
 
