@@ -53,7 +53,11 @@ def model_card(comparisons: Sequence[Comparison]) -> str:
             part = f"Policy `{verdict.policy}`: **{verdict.verdict}**. {escaped(verdict.sentence)}"
             parts.append(part if verdict.release_evidence else f"{part} Passing this policy is no proof for a release.")
     parts.append(escaped(how_to_read(comparisons[0])))
-    parts.append("Measured with [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness) tasks by halfbyte.")
+    rows = [row for one in comparisons for row in one.tasks]
+    if rows and all(row.draws for row in rows):
+        parts.append("Measured by halfbyte on images of the same prompts and the same noise.")
+    else:
+        parts.append("Measured with [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness) tasks by halfbyte.")
     return "\n\n".join(parts) + "\n"
 
 

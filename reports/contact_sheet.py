@@ -109,9 +109,18 @@ def contact_sheet(comparisons: Sequence[Comparison], room: int = BYTES) -> Conta
 
 
 def chosen(pairs: Sequence[Picture]) -> list[tuple[Picture, bool]]:
-    """The pairs that a sheet shows, and whether each is one of the worst."""
-    worst, rest = list(pairs[:WORST]), list(pairs[WORST:])
-    return [(pair, True) for pair in worst] + [(pair, False) for pair in spread_out(rest, OTHERS)]
+    """The pairs that a sheet shows as far as there is room, and whether each is one of the worst.
+
+    The others come between them, so that some are shown even where not all of the worst ones fit.
+    """
+    worst, others = list(pairs[:WORST]), spread_out(list(pairs[WORST:]), OTHERS)
+    each = WORST // OTHERS
+    found: list[tuple[Picture, bool]] = []
+    for place, pair in enumerate(worst, start=1):
+        found.append((pair, True))
+        if place % each == 0 and place // each <= len(others):
+            found.append((others[place // each - 1], False))
+    return found
 
 
 def _sheet(label: str, pictures: Pictures, page: ContactSheet, name: str, room: int) -> Sheet:
@@ -129,6 +138,7 @@ def _sheet(label: str, pictures: Pictures, page: ContactSheet, name: str, room: 
     absent = None
     if not tiles:
         absent = "there is no room for it" if room < 0 else "its images are not where they were, or are others by now"
+    tiles.sort(key=lambda tile: not tile.worst)  # keeps the order within both
     return Sheet(label, f"{figures.count(len(tiles))} of {total} pairs", _order(pictures), tiles, absent)
 
 

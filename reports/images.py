@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -138,7 +139,12 @@ def _references(record: EvaluationRecord, pairs: Sequence[Picture]) -> list[Refe
         values = [pair.candidate[name] for pair in pairs if name in pair.candidate]
         if len(values) < len(pairs):
             raise UserError(f"{len(pairs) - len(values)} images have no number for {name}", "evaluate again")
-        higher = IMAGE_METRICS[name].higher_is_better
+        known = definition(name, IMAGE_METRICS[name].higher_is_better)
+        higher = known.higher_is_better
+        for value in (min(values), max(values)):
+            if not math.isfinite(value) or (limits := known.refuse(value)) is not None:
+                what = "which is no number" if not math.isfinite(value) else f"and by its definition it is {limits}"
+                raise UserError(f"{name} of an image of {record.model.name} is {value:g}, {what}", "evaluate again")
         found.append(
             Reference(
                 metric=name,

@@ -238,8 +238,9 @@ def references_table(comparisons: Sequence[Comparison]) -> Table | None:
 def losses_table(comparison: Comparison, label: str, baseline: str) -> Table:
     """One row a task: both scores, the loss with its interval and margin, recovery, flips and verdict."""
     level = next((figures.level(row.result.interval.level) for row in comparison.tasks if row.result.interval), "")
+    unit = "images" if comparison.tasks and all(row.draws for row in comparison.tasks) else "questions"
     headers = [
-        "task", "metric", "questions", baseline, label, "loss", f"{level} interval".strip(),
+        "task", "metric", unit, baseline, label, "loss", f"{level} interval".strip(),
         "margin", "recovery", "lost", "gained", "McNemar p", "verdict",
     ]  # fmt: skip
     rows = [_loss_row(row) for row in comparison.tasks]
