@@ -20,8 +20,12 @@ from halfbyte.records.errors import UserError
 
 OPERANDS = ("q_bmm_quantizer", "k_bmm_quantizer", "v_bmm_quantizer")
 RESULT = "bmm2_output_quantizer"
-UNREACHED = ("*p_bmm_quantizer", "*softmax_quantizer")
-"""Quantizers of probabilities, which diffusers' attention never gives out of its kernel."""
+UNREACHED = (
+    *("*p_bmm_quantizer", "*softmax_quantizer"),
+    *("*norm.input_quantizer", "*norm2.input_quantizer", "*norm2_context.input_quantizer"),
+)
+"""Quantizers of probabilities, which diffusers' attention never gives out of its kernel, and of the inputs of layer
+norms, which ModelOpt's presets for language models switch on here and its export does not hold."""
 _AMAX = "._amax"
 
 

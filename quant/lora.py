@@ -63,7 +63,7 @@ def _require_linears(model: PreTrainedModel, spec: LoraSpec) -> None:
     hint = f"its linears: {', '.join(sorted({name.rpartition('.')[2] for name in linears}))}"
     if not found:
         raise UserError(f"lora.targets {', '.join(spec.targets)} match no linear of the model", hint)
-    embeddings = model.get_input_embeddings()
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # a Flux has none
     for target, modules in named.items():
         if experts and (target in _EXPERTS or any(id(one) in experts for one in modules)):  # peft means the experts
             raise UserError(f"lora.targets name {target}, and fused experts cannot be trained by lora", hint)
