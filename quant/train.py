@@ -316,7 +316,9 @@ def _out_of_patience(validations: Sequence[Validation], spec: TrainSpec) -> bool
     """Whether the last so many validations were no better than one before: transformers' EarlyStoppingCallback."""
     values = [one.kl if spec.metric == "kl" else one.loss for one in validations if one.step > 0]
     known = [value for value in values if value is not None]
-    return spec.validation.patience is not None and len(known) - 1 - known.index(min(known)) >= spec.validation.patience
+    if spec.validation.patience is None or not known:
+        return False
+    return len(known) - 1 - known.index(min(known)) >= spec.validation.patience
 
 
 def _record(

@@ -269,6 +269,21 @@ def test_a_training_that_was_over_is_not_gone_on_with(folder: Path, stopped: str
     assert (again.steps, again.stopped, again.best) == (first.steps, first.stopped, first.best)
 
 
+def test_a_checkpoint_before_the_first_validation_is_gone_on_from(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = ["train.validation={share: 0.2, every: 4, patience: 2}", "train.save_every=2"]
+    run = RunFolder(folder / "run")
+    monkeypatch.setattr(train.Checkpoints, "thin", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        produce.produce(job_of(folder, *changes), run)
+    monkeypatch.undo()
+    monkeypatch.setenv("HALFBYTE_CACHE", str(folder / "cache"))
+    assert [path.name for path in run.training.glob("checkpoints/step-*")] == ["step-2"]
+    produce.produce(job_of(folder, *changes), run)
+    assert load_training(run.training).steps == 8
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
