@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ def open_clip(folder: Path, device: str) -> Clip:
     """
     from transformers import AutoTokenizer, CLIPModel
 
-    model, info = CLIPModel.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    model, info = cast(Any, CLIPModel).from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     lacking = [*info["missing_keys"], *info.get("mismatched_keys", [])]
     if lacking:
         raise missing_weights("clip_score", CLIP, f"the copy in {folder} lacks {len(lacking)} of them ({lacking[0]})")
@@ -75,10 +76,10 @@ def open_clip(folder: Path, device: str) -> Clip:
 def _image_processor(folder: Path) -> Any:
     """The one that resizes with PIL: another one's pixels differ a little, and torchvision need not be there."""
     try:
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil as Processor
-    except ImportError:  # transformers 4, whose CLIPImageProcessor is the one with PIL
-        from transformers import CLIPImageProcessor as Processor
-    return cast(Any, Processor).from_pretrained(folder)
+        module = import_module("transformers.models.clip.image_processing_pil_clip")
+        return module.CLIPImageProcessorPil.from_pretrained(folder)
+    except ModuleNotFoundError:  # transformers 4, whose CLIPImageProcessor is the one with PIL
+        return cast(Any, import_module("transformers")).CLIPImageProcessor.from_pretrained(folder)
 
 
 def _unit(features: Any) -> torch.Tensor:

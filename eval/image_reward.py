@@ -75,7 +75,7 @@ class RewardNetwork(nn.Module):
             )
         )
         words, text_width = tensors["text.embeddings.word_embeddings.weight"].shape
-        self.text = BlipTextModel(
+        self.text = cast(Any, BlipTextModel)(
             BlipTextConfig(
                 vocab_size=words,
                 hidden_size=text_width,
@@ -219,5 +219,6 @@ def prepared(image: Image.Image, side: int) -> torch.Tensor:
     resized = image.resize((int(side * width / short), int(side * height / short)), Image.Resampling.BICUBIC)
     left, top = round((resized.width - side) / 2), round((resized.height - side) / 2)
     cropped = resized.crop((left, top, left + side, top + side)).convert("RGB")
-    array = (np.asarray(cropped, dtype=np.float32) / 255 - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)
+    mean, deviation = np.array(PIXEL_MEAN, dtype=np.float32), np.array(PIXEL_STD, dtype=np.float32)
+    array = (np.asarray(cropped, dtype=np.float32) / 255 - mean) / deviation
     return torch.from_numpy(array).permute(2, 0, 1).contiguous()

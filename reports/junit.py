@@ -42,8 +42,8 @@ def junit(comparisons: Sequence[Comparison]) -> str:
                 f"margin {figures.figure(row.judgement.margin)}"
             )
             _case(suite, label, row.task, row.judgement, text)
-        for row, reason in missing_rows(one, one.policy).items():
-            case = ElementTree.SubElement(suite, "testcase", classname=_legal(label), name=_legal(row))
+        for missing, reason in missing_rows(one, one.policy).items():
+            case = ElementTree.SubElement(suite, "testcase", classname=_legal(label), name=_legal(missing))
             ElementTree.SubElement(case, "error", message=_legal(reason), type="inconclusive")
         for figure in one.set_metrics:
             case = ElementTree.SubElement(
