@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from halfbyte.quant.checkpoint import Tensors, plain_dtype, quant_format, read_config, summarize
-from halfbyte.quant.models import REFUSALS, round_weights, snapshot
+from halfbyte.quant.models import REFUSALS, Source, round_weights, snapshot
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.digests import PIPELINE_FILE, model_digest, model_files, read_ahead, value_digest
 from halfbyte.records.errors import UserError
@@ -36,14 +36,8 @@ _HUB_PATTERNS = ["*.json", "*.txt", "*/*.json", "*/*.txt", "*/*.model", "*/*.saf
 
 
 @dataclass(frozen=True)
-class PipelineSource:
-    """A pipeline's files on this machine."""
-
-    name: str
-    """As the recipe or the command line names it."""
-    folder: Path
-    rounded_to: str | None = None
-    """The type the transformer's weights are rounded to on loading; None when they stay as they are."""
+class PipelineSource(Source):
+    """A pipeline's files on this machine; what is rounded to another type on loading is its transformer."""
 
     @property
     def transformer(self) -> Path:
@@ -121,7 +115,7 @@ def locate_pipeline(name: str, *, revision: str | None = None, dtype: str | None
         if not (folder / part).is_dir():
             raise UserError(f"{folder} has no folder {part}, which its {PIPELINE_FILE} names", "copy it again, whole")
     own = plain_dtype(folder / TRANSFORMER)
-    return PipelineSource(name, folder, None if dtype in (None, "float32", own) else dtype)
+    return PipelineSource(name, folder, None, None if dtype in (None, "float32", own) else dtype)
 
 
 def require_quantizable(source: PipelineSource) -> None:

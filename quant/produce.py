@@ -47,7 +47,7 @@ class Job:
     """A recipe made ready: everything that can fail early has been looked at."""
 
     recipe: Recipe
-    source: Source | PipelineSource
+    source: Source
     config: dict[str, Any]
     """ModelOpt's configuration."""
     plan: Plan

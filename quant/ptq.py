@@ -204,7 +204,7 @@ def is_diffusers(model: nn.Module) -> bool:
         return False
     from modelopt.torch.export.diffusers_utils import is_diffusers_object
 
-    return is_diffusers_object(model)
+    return bool(is_diffusers_object(model))
 
 
 def settle(
