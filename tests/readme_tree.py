@@ -18,6 +18,8 @@ SUFFIXES = (".py", ".yaml", ".txt", ".jsonl", ".j2")
 UNNAMED = ("__init__.py", "py.typed")
 # Files that cannot say it themselves.
 TEXTS = {
+    "calibration-prompts.txt": "prompts that a model that draws is calibrated with",
+    "evaluation-prompts.txt": "1,000 other prompts that both sides draw",
     "demo-calibration.txt": "plain paragraphs the demo's activations are measured on",
     "report.html.j2": "the page of the one-file HTML report",
     "smoke.jsonl": "its 200 questions, written for halfbyte",
