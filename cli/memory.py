@@ -73,9 +73,15 @@ def _rows(job: Job, side: ImageSide, weights: str) -> list[MemoryRow]:
             with Image.open(prompt.control) as file:
                 control = file.convert("RGB")
         request = Request(
-            prompt.text, spec.seeds[0], min(STEPS, spec.steps), spec.guidance, *spec.size, spec.max_sequence_length,
-            control,
-        )  # fmt: skip
+            prompt=prompt.text,
+            seed=spec.seeds[0],
+            steps=min(STEPS, spec.steps),
+            guidance=spec.guidance,
+            height=spec.size[0],
+            width=spec.size[1],
+            max_sequence_length=spec.max_sequence_length,
+            control=control,
+        )
         found.append(
             MemoryRow(
                 model=side.summary.name,

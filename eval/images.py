@@ -32,7 +32,7 @@ from halfbyte.recipes.prompts import Prompt, load_prompts, prompts_digest
 from halfbyte.records.digests import file_digest
 from halfbyte.records.errors import UserError, disk_full_is_a_user_error
 from halfbyte.records.files import PARTIAL, hold, replace_folder, write_bytes
-from halfbyte.records.image_set import ENTRIES_FILE, SETTINGS_FILE, ImageEntry, ImageSet, ImageSettings, require_paired
+from halfbyte.records.image_set import ENTRIES_FILE, SETTINGS_FILE, ImageEntry, ImageSet, ImageSettings
 from halfbyte.records.journal import Journal
 from halfbyte.records.progress import progress_bar
 from halfbyte.records.record import ModelSummary
@@ -191,9 +191,15 @@ class Drawing:
             with Image.open(one.prompt.control) as file:
                 control = file.convert("RGB")
         return Request(
-            one.prompt.text, one.seed, spec.steps, spec.guidance, *spec.size,
-            self.settings.max_sequence_length or spec.max_sequence_length, control,
-        )  # fmt: skip
+            prompt=one.prompt.text,
+            seed=one.seed,
+            steps=spec.steps,
+            guidance=spec.guidance,
+            height=spec.size[0],
+            width=spec.size[1],
+            max_sequence_length=self.settings.max_sequence_length or spec.max_sequence_length,
+            control=control,
+        )
 
     def _denoise(self, one: Asked, request: Request, encoded: Any, folder: Path) -> None:
         steps: list[torch.Tensor] = []
@@ -310,13 +316,3 @@ def _timed(seconds: dict[int, float], index: int) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[index] += time.perf_counter() - start
-
-
-def paired(candidate: ImageSet, baseline: ImageSet) -> list[tuple[ImageEntry, ImageEntry]]:
-    """The images of two sets beside each other.
-
-    Raises:
-        UserError: see records.image_set.require_paired.
-    """
-    require_paired(candidate, baseline)
-    return list(zip(candidate.entries, baseline.entries, strict=True))
