@@ -18,13 +18,13 @@ from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.fidelity import FidelityRecord
 from halfbyte.records.manifest import now
 from halfbyte.records.noise import load_noise
-from halfbyte.records.record import EvaluationRecord, Health, ModelSummary, find_records
+from halfbyte.records.record import EvaluationRecord, Health, ModelSummary, find_records, is_of_images
 from halfbyte.reports.bootstrap import ratio_interval, recovery
 from halfbyte.reports.comparison import Comparison, Cost, FidelityResult, Flip, NoiseFloor, SubtaskResult, TaskResult
 from halfbyte.reports.differences import short
 from halfbyte.reports.flips import read_flips, worse_and_better
 from halfbyte.reports.gate import judge
-from halfbyte.reports.images import missing_metrics, missing_references, read_pictures
+from halfbyte.reports.images import image_notes, missing_metrics, read_pictures
 from halfbyte.reports.loss import paired_loss
 from halfbyte.reports.metrics import definition
 from halfbyte.reports.pairing import Matched, Pairs, pair_all
@@ -293,6 +293,8 @@ def _task_notes(pairs: Pairs) -> list[str]:
     notes += _group_notes(pairs)
     if any(number > 1 for number in print_.bos_per_prompt):
         notes.append("some prompts begin with two BOS tokens, which lowers scores")
+    if is_of_images(pairs.candidate):
+        return notes  # its prompts are cut for all metrics alike, or for one: see image_notes
     for side, health in (("baseline", pairs.baseline.health), ("candidate", pairs.candidate.health)):
         notes += [f"{side}: {note}" for note in _health_notes(health)]
     return notes
@@ -329,7 +331,7 @@ def _health_notes(health: Health) -> Iterable[str]:
 
 
 def _notes(pairs: list[Matched]) -> list[str]:
-    notes = [note for one in pairs for note in missing_references(one.candidate)]
+    notes = [note for one in pairs if is_of_images(one.candidate) for note in image_notes(one.candidate)]
     if pairs[0].same_model:
         notes.append("Both sides are the same model: what the table shows is the noise floor.")
     for name in sorted(pairs[0].baseline.packages):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from halfbyte.records.errors import UserError
+from halfbyte.records.image_metrics import IMAGE_METRICS
 from halfbyte.records.record import Health
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import (
@@ -157,6 +158,8 @@ def refuse_set_metrics(comparison: Comparison, policy: Policy) -> None:
 def _unused_margins(comparison: Comparison, policy: Policy) -> list[str]:
     """A margin by a name that nothing evaluated has may be a misspelling."""
     used = {name for row in comparison.tasks for name in (row.task, row.metric)}
+    if any(row.draws for row in comparison.tasks):
+        used |= IMAGE_METRICS.keys()  # which of them are measured is the recipe's choice
     unused = sorted(policy.margins.keys() - used)
     return [f"The policy's margins for {', '.join(unused)} were of no use: nothing of that name was evaluated."] * bool(
         unused

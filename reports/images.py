@@ -16,6 +16,8 @@ from halfbyte.reports.metrics import definition, judged_metrics
 from halfbyte.reports.pictures import Picture, Pictures, Reference
 
 IMAGES_FOLDER = "images"
+TOKENS = {"clip": 77, "clip_score": 77, "image_reward": 35}
+"""Longest prompt of each reader, in tokens, where it is always the same; clip and t5 read while an image is drawn."""
 _UP = 4  # folders above a record in which the images of its run may lie
 _APART = ("lpips", "ssim", "psnr")
 """Metrics that tell how far two images are apart, the one that people agree with most first."""
@@ -70,13 +72,23 @@ def missing_metrics(first: EvaluationRecord, second: EvaluationRecord) -> dict[s
     return found
 
 
-def missing_references(second: EvaluationRecord) -> list[str]:
-    """Notes on metrics that compare with the baseline's images and were asked for in vain."""
-    return [
+def image_notes(second: EvaluationRecord) -> list[str]:
+    """What a reader must know of a record of images: reference metrics that are missing, and prompts read in part."""
+    notes = [
         f"{name} was asked for and is missing: {reason}"
         for name, reason in second.missing.items()
         if name in IMAGE_METRICS and IMAGE_METRICS[name].needs_reference
     ]
+    health = second.health
+    for reader, count in sorted(health.cut.items()):
+        limit = TOKENS.get(reader)
+        notes.append(
+            f"{count} of {health.prompts} prompts were cut before {reader} read them"
+            + (f", which takes {limit} tokens" if limit else "")
+        )
+    if health.unknown:
+        notes.append(f"{health.unknown} of {health.prompts} prompts hold characters that a text encoder does not know")
+    return notes
 
 
 def _pair(

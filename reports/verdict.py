@@ -146,7 +146,9 @@ def _say_reason(seen: str, row: TaskResult, judgement: Judgement) -> tuple[str, 
     if row.result.interval is None:
         return (
             f"{seen}, and no confidence interval can be given: {reason}.",
-            "Evaluate on more questions, or on a task whose questions have 0/1 outcomes.",
+            "Draw more prompts or seeds."
+            if row.draws
+            else "Evaluate on more questions, or on a task whose questions have 0/1 outcomes.",
         )
     if "too near to chance" in str(reason):
         return f"{seen}, which is no evidence: {reason}.", "Evaluate a task that the baseline can do."

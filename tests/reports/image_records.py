@@ -13,7 +13,7 @@ from PIL import Image
 from record_factory import digest, model
 
 from halfbyte.records.image_metrics import IMAGE_METRICS
-from halfbyte.records.record import EvaluationRecord, Fingerprint, Metric, ModelSummary, SubtaskFingerprint
+from halfbyte.records.record import EvaluationRecord, Fingerprint, Health, Metric, ModelSummary, SubtaskFingerprint
 
 SETTINGS = {"pipeline": "FluxPipeline", "scheduler": "Euler", "steps": 8, "guidance": 3.5, "height": 64, "width": 64}
 PROMPTS = (
@@ -46,6 +46,7 @@ def write_images(
     latents: Sequence[float] | None = None,
     generation: dict[str, Any] | None = None,
     limit: int | None = None,
+    health: Health | None = None,
     edit: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
 ) -> Path:
     """Writes a record below root/evaluations, and its images below root/images.
@@ -133,6 +134,7 @@ def write_images(
         seconds=10.0,
         tokens=0,
         missing=missing or {},
+        health=health or Health(prompts=count),
     ).save(record)
     return folder
 

@@ -10,6 +10,7 @@ import pytest
 from image_records import noise, scores, write_images
 
 from halfbyte.records.errors import UserError
+from halfbyte.records.record import Health
 from halfbyte.reports.compare import compare
 from halfbyte.reports.comparison import Comparison
 from halfbyte.reports.junit import junit
@@ -133,6 +134,27 @@ def test_a_reference_metric_that_is_missing_is_a_note(tmp_path: Path) -> None:
     assert found.verdict is not None
     assert found.verdict.verdict == "pass"
     assert "lpips was asked for and is missing: lpips needs alexnet" in found.notes
+
+
+def test_prompts_that_were_cut_are_counted_once_in_the_notes(tmp_path: Path) -> None:
+    health = Health(prompts=COUNT, truncated=2, cut={"clip": 4, "image_reward": 7}, unknown=1)
+    found = gated(tmp_path, 0.0, health=health)
+    text = render_text([found])
+    for sentence in (
+        "4 of 300 prompts were cut before clip read them, which takes 77 tokens",
+        "7 of 300 prompts were cut before image_reward read them, which takes 35 tokens",
+        "1 of 300 prompts hold characters that a text encoder does not know",
+    ):
+        assert " ".join(text.split()).count(sentence) == 1
+    assert "margins for" not in text
+
+
+def test_too_few_images_are_said_to_be_too_few(tmp_path: Path) -> None:
+    one = write_images(tmp_path, scores(6))
+    two = write_images(tmp_path, scores(6, seed=1), format="NVFP4")
+    verdict = compare(one, two, policy=load_policy("image")).verdict
+    assert verdict is not None
+    assert (verdict.verdict, verdict.next_step) == ("inconclusive", "Draw more prompts or seeds.")
 
 
 def test_the_worst_pairs_come_first_by_the_primary_metric_and_then_by_distance(tmp_path: Path) -> None:
