@@ -59,7 +59,7 @@ def _evaluated(
     from halfbyte.eval.image_scores import require_metrics
     from halfbyte.quant.checkpoint import plain_dtype, torch_dtype  # torch takes seconds
     from halfbyte.quant.models import compute_dtype, device_of
-    from halfbyte.quant.pipelines import locate_pipeline, summarize_pipeline
+    from halfbyte.quant.pipelines import denoiser_of, locate_pipeline, summarize_pipeline
 
     spec = images_of(settings)
     require_metrics(spec)
@@ -68,7 +68,7 @@ def _evaluated(
         logger.info("%s compare with a baseline's images and are left out: give --reference", ", ".join(lonely))
     source = locate_pipeline(args.model)
     device = device_of(args.device)
-    own = plain_dtype(source.transformer)
+    own = plain_dtype(denoiser_of(source.folder))
     dtype = str(compute_dtype(settings.dtype, device, torch_dtype(own))).removeprefix("torch.")
     summary = summarize_pipeline(source.folder, source.name)
     side = open_side(source, summary, settings, dtype=dtype, device=str(device), own=None)

@@ -70,6 +70,12 @@ def transformer_of(folder: Path) -> Path:
     return folder / TRANSFORMER if is_pipeline(folder) else folder
 
 
+def denoiser_of(folder: Path) -> Path:
+    """The folder of what a pipeline draws with: its transformer or, in ones that are only evaluated, its U-Net."""
+    index = read_json(folder / PIPELINE_FILE)
+    return folder / (TRANSFORMER if TRANSFORMER in index else "unet")
+
+
 def parts(folder: Path) -> list[str]:
     """The folders of a pipeline's parts, by its model_index.json; parts that it leaves out have none."""
     index = read_json(folder / PIPELINE_FILE)
@@ -107,14 +113,14 @@ def locate_pipeline(name: str, *, revision: str | None = None, dtype: str | None
     index = read_json(folder / PIPELINE_FILE)
     if not isinstance(index, dict) or "_class_name" not in index:
         raise UserError(f"{folder / PIPELINE_FILE} names no pipeline", "restore it from its source")
-    if not isinstance(index.get(TRANSFORMER), list):
+    if denoiser_of(folder).name not in parts(folder):
         raise UserError(
             f"{folder} is a {index['_class_name']}, which has no transformer", "give a pipeline that has one"
         )
     for part in parts(folder):
         if not (folder / part).is_dir():
             raise UserError(f"{folder} has no folder {part}, which its {PIPELINE_FILE} names", "copy it again, whole")
-    own = plain_dtype(folder / TRANSFORMER)
+    own = plain_dtype(denoiser_of(folder))
     return PipelineSource(name, folder, None, None if dtype in (None, "float32", own) else dtype)
 
 
@@ -133,8 +139,8 @@ def require_quantizable(source: PipelineSource) -> None:
 
 
 def summarize_pipeline(folder: Path, name: str) -> ModelSummary:
-    """What the transformer weighs, under the digest of the whole pipeline."""
-    return summarize(folder / TRANSFORMER, name).model_copy(update={"digest": model_digest(folder)})
+    """What the transformer, or U-Net, weighs, under the digest of the whole pipeline."""
+    return summarize(denoiser_of(folder), name).model_copy(update={"digest": model_digest(folder)})
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawing import PROMPTS, write_prompts
+from drawing import PROMPTS, save_tiny_unet, write_prompts
 from tiny_flux import save_tiny_flux
 
 from halfbyte.main import main
@@ -201,6 +201,15 @@ def test_a_control_pipeline_without_control_images_is_one_line(
     command = ["eval", str(control), "--prompts", str(line.prompts), "--output", str(tmp_path / "out"), "--quiet"]
     assert main([*command, *DRAWN, "--device", "cpu"]) == 2
     assert "FluxControlPipeline needs a control image for each prompt" in capsys.readouterr().err
+
+
+def test_a_pipeline_with_a_unet_is_evaluated_too(line: Line, tmp_path: Path) -> None:
+    folder = save_tiny_unet(tmp_path / "sd")
+    output = ["--output", str(tmp_path / "out"), "--device", "cpu", "--quiet"]
+    assert main(["eval", str(folder), "--prompts", str(line.prompts), *output, *DRAWN]) == 0
+    (images,) = (ImageSet.load(path.parent) for path in (tmp_path / "out").rglob("images.jsonl"))
+    assert images.settings.pipeline == "StableDiffusionPipeline"
+    assert len(images.entries) == 3
 
 
 def test_nothing_to_evaluate_is_one_line(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

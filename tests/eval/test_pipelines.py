@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawing import CPU, opened
+from drawing import CPU, opened, save_tiny_unet
 from PIL import Image
 from tiny_flux import save_tiny_flux
 from torch import nn
@@ -170,26 +170,7 @@ def test_the_schedulers_digest_changes_with_its_settings(tiny_flux: Path, tmp_pa
 
 
 def test_a_pipeline_with_a_unet_is_drawn_with_too(tmp_path: Path) -> None:
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-    from tiny_flux import clip_tokenizer
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    torch.manual_seed(0)
-    text = CLIPTextConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=514,
-        bos_token_id=512, eos_token_id=513, pad_token_id=513,
-    )  # fmt: skip
-    unet = UNet2DConditionModel(
-        sample_size=32, block_out_channels=(8, 8), norm_num_groups=2, cross_attention_dim=32, layers_per_block=1,
-        attention_head_dim=2, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )  # fmt: skip
-    vae = AutoencoderKL(latent_channels=4, block_out_channels=(4,), norm_num_groups=1)
-    with quiet():
-        StableDiffusionPipeline(
-            vae=vae, text_encoder=CLIPTextModel(text), tokenizer=clip_tokenizer(), unet=unet, scheduler=DDIMScheduler(),
-            safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-        ).save_pretrained(tmp_path / "sd")  # fmt: skip
+    save_tiny_unet(tmp_path / "sd")
     pipeline = opened(tmp_path / "sd", low_vram=True)
     assert pipeline.kind == "StableDiffusionPipeline"
     import diffusers
