@@ -38,6 +38,7 @@ def patch_static_nvfp4() -> None:
     """
     require_known_modelopt()
     from modelopt.torch.quantization import tensor_quant
+    from torch._subclasses.fake_tensor import is_fake
 
     function = tensor_quant.StaticBlockwiseFP4FakeQuantFunction
     kernel = function.forward
@@ -56,6 +57,8 @@ def patch_static_nvfp4() -> None:
             options = (quantize_block_scales, fp8_max_for_normalization, out_dtype, pass_through_bwd)
             return kernel(ctx, x, amax, global_amax, *options)  # type: ignore[no-any-return]
         tensor_quant._save_for_backward_if_needed(ctx, pass_through_bwd, x, amax)
+        if is_fake(x):  # training_memory counts it; there are no values to look at
+            return torch.empty_like(x, dtype=out_dtype or x.dtype)
         values = nvfp4_static_fake_quantize(x, amax, global_amax, fp8_max_for_normalization)
         return values.to(out_dtype or x.dtype)
 
@@ -67,6 +70,8 @@ def patch_static_nvfp4() -> None:
         if x.is_cuda:
             return cast_kernel(ctx, x, out_dtype)  # type: ignore[no-any-return]
         ctx.save_for_backward(x)
+        if is_fake(x):
+            return torch.empty_like(x, dtype=out_dtype or x.dtype)
         return e2m1_round(x).to(out_dtype or x.dtype)
 
     cast_function.forward = staticmethod(cast_forward)

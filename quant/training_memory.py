@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from halfbyte.quant.learned_scales import learn_scales
 from halfbyte.quant.lora import add_lora
-from halfbyte.quant.rounding import fused_experts
+from halfbyte.quant.rounding import fused_experts, quantized_weights
 from halfbyte.quant.shared import share_inputs
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.training import TrainSpec
@@ -25,6 +27,9 @@ KINDS: tuple[Kind, ...] = (
     "weights", "gradients", "optimizer", "teacher", "quantized", "logits", "activations", "gathered",
 )  # fmt: skip
 _SHARDED: tuple[Kind, ...] = ("weights", "gradients", "optimizer")
+
+_OF_WEIGHTS = (torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default)
+"""What makes a tensor of a weight's shape: a cast, and fake quantization with static block scales."""
 
 
 class Unpredictable(Exception):
@@ -109,7 +114,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _kind(self, func: Any, tensor: Tensor) -> Kind:
         if self.optimizing:
             return "optimizer"
-        if func.namespace == "tensorrt" or (func is torch.ops.aten._to_copy.default and tensor.shape in self.shapes):
+        if func.namespace == "tensorrt" or (func in _OF_WEIGHTS and tensor.shape in self.shapes):
             return "quantized"
         return "logits" if tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary else "activations"
 
@@ -205,6 +210,9 @@ def build(
         device: Where all of it is.
         compute: The type that matrices are multiplied in.
         teacher_here: Whether the teacher is on this device.
+
+    Raises:
+        UserError: when the quantizers are not what the train block asks for.
     """
     from modelopt.torch.quantization.conversion import replace_quant_module, set_quantizer_by_cfg
     from modelopt.torch.quantization.nn import TensorQuantizer
@@ -217,6 +225,9 @@ def build(
         for module in model.modules():
             if isinstance(module, TensorQuantizer) and module.is_enabled and not module.is_mx_format:
                 module.amax = torch.ones((), device=device)
+        _promote(model)
+        if spec.learned_scales:
+            learn_scales(model)
         if spec.lora is not None:
             add_lora(model, spec.lora)
         share_inputs(model)
@@ -224,6 +235,19 @@ def build(
             model.gradient_checkpointing_enable({"use_reentrant": False})
         teacher = make_model(compute).eval().requires_grad_(False) if teacher_here else None
     return Step(spec, model.train(), teacher, device, compute, int(model.config.vocab_size))
+
+
+def _promote(model: nn.Module) -> None:
+    """Gives static NVFP4 weights a range for each block, and the class of quantizer that calibration gives them."""
+    from modelopt.torch.quantization.utils import promote_nvfp4_static_quantizers
+
+    for weight in quantized_weights(model):
+        if getattr(weight.quantizer, "is_nvfp4_static", False):
+            width = int(weight.quantizer.block_sizes[-1])
+            blocks = weight.values[..., 0].numel() * math.ceil(weight.values.shape[-1] / width)
+            weight.quantizer.reset_amax()  # its shape is fixed once it is there
+            weight.quantizer.amax = torch.ones((blocks, 1), device=weight.values.device)
+    promote_nvfp4_static_quantizers(model)
 
 
 def _without_values(step: Step) -> Step:

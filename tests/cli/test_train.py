@@ -64,6 +64,16 @@ def test_a_recipe_without_a_train_block_is_refused(recipe: Path, capsys: pytest.
     assert "has no train block" in refusal(["train", str(recipe), "--set", "train=null"], capsys)
 
 
+def test_a_dry_run_plans_learned_scales_where_there_are_static_ones_and_refuses_them_elsewhere(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", str(recipe), "--dry-run", "--set", "train.learned_scales=true"]
+    assert "learned_scales needs weights with static block scales" in refusal(command, capsys)
+    static = ["--set", "quantize.preset=NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG", "--device", "cpu", "--json"]
+    assert main([*command, *static]) == 0
+    assert json.loads(capsys.readouterr().out)["training"]["memory"]["total"] > 0
+
+
 def test_training_on_what_is_evaluated_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = yaml.safe_load(recipe.read_text())
     content["train"]["sources"] = [{"dataset": "texts.txt"}]  # fidelity is measured on it

@@ -9,12 +9,14 @@ import pytest
 import torch
 from tiny import make_model
 
-from halfbyte.quant import configs
+from halfbyte.quant import configs, ptq
+from halfbyte.quant.learned_scales import learn_scales
 from halfbyte.quant.models import Source, empty_model, locate
 from halfbyte.quant.training_memory import Memory, build, count_step
 from halfbyte.quant.training_plan import measure_step, training_plan
 from halfbyte.recipes.schema import QuantizeSpec
 from halfbyte.recipes.training import TrainSpec
+from halfbyte.records.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -58,21 +60,56 @@ def allocated(source: Source, config: dict[str, Any], spec: TrainSpec) -> int:
     return before + peak
 
 
+STATIC = "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG"
 CASES = {
     "qat": train_spec(),
     "qat with gradient checkpointing": train_spec(gradient_checkpointing=True, batch_size=8),
     "qad": train_spec("qad"),
     "qad that accumulates": train_spec("qad", gradient_accumulation=3, packing=False),
     "qad with lora": train_spec("qad", lora={"rank": 4}),
+    "qat with static block scales": train_spec(),
+    "qad with learned scales": train_spec("qad", learned_scales=True),
 }
 
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_the_predicted_memory_is_what_torch_allocates(case: str, tiny_model_folder: Path) -> None:
     source, spec = locate(str(tiny_model_folder)), CASES[case]
-    found = training_plan(source, quant(), spec, device=CPU, exported=0).memory
+    config = quant(STATIC if case.endswith("scales") else "nvfp4")
+    found = training_plan(source, config, spec, device=CPU, exported=0).memory
     assert found is not None
-    assert found.total == pytest.approx(allocated(source, quant(), spec), rel=0.10)
+    assert found.total == pytest.approx(allocated(source, config, spec), rel=0.10)
+
+
+def test_a_step_is_planned_on_the_quantizers_that_are_trained(
+    llama_factory: Any, tiny_model_folder: Path, tiny_tokenizer: Any
+) -> None:
+    """Ranges of the same shapes, in the same quantizers, as ModelOpt's calibration and learn_scales leave them."""
+    source, spec = locate(str(tiny_model_folder)), train_spec(learned_scales=True)
+    model = llama_factory()
+    rows = tiny_tokenizer(["the cat sees the moon"], return_tensors="pt").input_ids
+    ptq.calibrate(model, quant(STATIC), lambda trained: trained(rows))
+    learn_scales(model)
+    step = build(lambda dtype: empty_model(source, dtype)[1], quant(STATIC), spec, torch.device("meta"),
+                 compute=torch.float32, teacher_here=False)  # fmt: skip
+
+    def shapes(one: Any) -> dict[str, Any]:
+        tensors = {name: {key: value.shape for key, value in found.state_dict().items()}
+                   for name, found in ptq.quantizers(one).items()}  # fmt: skip
+        return {name: (type(found).__name__, tensors[name]) for name, found in ptq.quantizers(one).items()}
+
+    ours, theirs = shapes(step.model), shapes(model)
+    assert ours == theirs
+    assert any("_amax_post" in tensors for _, tensors in ours.values())
+    assert {name for name, one in step.model.named_parameters() if one.requires_grad} == {
+        name for name, one in model.named_parameters()
+    }
+
+
+def test_learned_scales_without_static_block_scales_are_refused_by_the_plan(tiny_model_folder: Path) -> None:
+    spec = train_spec(learned_scales=True)
+    with pytest.raises(UserError, match="learned_scales needs weights with static block scales"):
+        training_plan(locate(str(tiny_model_folder)), quant(), spec, device=CPU, exported=0)
 
 
 @pytest.mark.real
