@@ -10,6 +10,7 @@ import gc
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def calibration_prompts(
 
     Args:
         spec: The block.
-        control: Whether each needs a control image.
+        control: Whether each needs a control image; else those that a file names are not looked at.
         data_root: See recipes.data.data_root.
 
     Raises:
@@ -69,7 +70,7 @@ def calibration_prompts(
             f"the calibration prompt {shown(lacking[0].text)} has no control image, and a {CONTROL} draws from one",
             'give a .jsonl file with lines {"prompt": "...", "control_image": "file.png"}',
         )
-    return prompts, data
+    return (prompts if control else [replace(one, control=None) for one in prompts]), data
 
 
 def _is_prompt_file(entry: TextSource) -> bool:
