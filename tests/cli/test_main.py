@@ -94,7 +94,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"halfbyte {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["run"], ["run", "demo-fp8", "--limit", "0"], ["eval", "m"]])
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["run"], ["run", "demo-fp8", "--limit", "0"], ["eval"]])
 def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
