@@ -78,7 +78,9 @@ def judge(comparison: Comparison, policy: Policy) -> Comparison:
             "remove a waiver; a release on waivers alone is a decision for people",
         )
     words = [one.verdict for one in deciding if one.waiver is None]
-    word = worst([*words, *(["inconclusive"] * bool(missing_rows(comparison, policy)))])
+    if missing_rows(comparison, policy):
+        words.append("inconclusive")
+    word = worst(words)
     return judged.model_copy(update={"verdict": verdict(judged, policy, word)})
 
 
