@@ -75,6 +75,16 @@ def steps_of(spec: TrainSpec, rows: int, processes: int = 1) -> int:
     return max(1, math.ceil(cast(float, spec.epochs) * rows / per_step))
 
 
+def warmup_of(spec: TrainSpec, steps: int) -> int:
+    """Optimizer steps over which the learning rate rises from 0, rounded up; the last step has the whole of it.
+
+    Args:
+        spec: The train block.
+        steps: Of the training.
+    """
+    return min(math.ceil(spec.warmup * steps), steps - 1)
+
+
 def finished(run: RunFolder, key: str) -> TrainingRecord | None:
     """The record of a training that has ended under this key; None where there is none.
 
@@ -110,7 +120,7 @@ def train(training: Training, run: RunFolder) -> TrainingRecord:
     rows = training.examples.train
     steps = steps_of(spec, len(rows), processes)
     arguments.max_steps = steps
-    arguments.warmup_steps = math.ceil(spec.warmup * steps) if spec.warmup else 0
+    arguments.warmup_steps = warmup_of(spec, steps)
     arguments.logging_steps = max(1, steps // _LOGGED)
     per_pass = spec.batch_size * processes
     order = InOrder(rows, steps=steps, per_step=per_pass * spec.gradient_accumulation, seed=spec.seed)

@@ -130,7 +130,7 @@ class TrainSpec(Strict):
     learning_rate: float = Field(default=1e-5, gt=0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: float = Field(default=0.05, ge=0, lt=1)
-    """Part of the steps over which the learning rate rises from 0."""
+    """Part of the steps over which the learning rate rises from 0; rounded up, but the last step has the whole rate."""
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     seed: int = Field(default=1234, ge=0, lt=2**32)

@@ -107,6 +107,25 @@ def validation_kl(job: Any, model: Any) -> float:
     return total / tokens
 
 
+def test_a_warmup_never_takes_all_steps(folder: Path) -> None:
+    """A single step would be at learning rate 0."""
+    run = RunFolder(folder / "run")
+    produce.produce(job_of(folder, "train.max_steps=1", "train.warmup=0.05"), run)
+    assert [one.learning_rate for one in read_curves(run.training).steps] == [1e-3]
+    spec = job_of(folder, "train.warmup=0.95").recipe.train
+    assert [train.warmup_of(spec, steps) for steps in (1, 2, 10, 100)] == [0, 1, 9, 95]
+
+
+def test_questions_that_are_all_too_short_to_be_looked_for_are_warned_of(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    questions = {"sums": {"0": "two plus two?"}, "stories": {"0": "a long story of " + "many different words " * 5}}
+    produce.produce(job_of(folder), RunFolder(folder / "run"), questions=questions)
+    warned = [one.message for one in caplog.records if one.levelname == "WARNING" and "looked for" in one.message]
+    assert len(warned) == 1
+    assert "no question of 'sums'" in warned[0]
+
+
 def test_without_a_train_block_key_and_stages_are_as_they_were(folder: Path) -> None:
     plain, trained = job_of(folder, "train=null"), job_of(folder)
     assert plain.key != trained.key
