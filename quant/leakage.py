@@ -111,6 +111,11 @@ class Overlap:
             lines.append(f"{name}: {task.touched} of {task.checked} questions touched, {task.share:.1%}{where}{short}")
         return lines
 
+    @property
+    def unchecked(self) -> list[str]:
+        """The tasks of which no question can be looked for, so that nothing is known of their leakage."""
+        return [name for name, task in self.tasks.items() if task.questions and not task.checked]
+
     def require_at_most(self, bound: float) -> None:
         """Refuses texts that touch more than the share `bound` of any task's questions.
 

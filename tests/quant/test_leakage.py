@@ -56,6 +56,12 @@ def test_a_question_below_the_least_is_unchecked_and_in_no_share() -> None:
     assert (found.tasks["task"].questions, found.tasks["task"].checked, found.tasks["task"].touched) == (2, 1, 1)
     assert found.share == 1.0
     assert "1 too short" in found.describe()[0]
+    assert found.unchecked == []
+
+
+def test_a_task_whose_questions_are_all_too_short_is_named_as_unchecked() -> None:
+    found = overlap({"train": [QUESTION]}, {"short": {"0": "two plus two?"}, "long": {"0": QUESTION}, "none": {}})
+    assert found.unchecked == ["short"]
 
 
 def test_wording_that_many_questions_share_is_passed_over() -> None:
