@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 from scipy import ndimage, optimize
 
 from halfbyte.eval.shape_prompts import BACKGROUNDS, COLOURS, SHAPES, Group, Wanted, read_prompt
-from halfbyte.records.errors import UserError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -74,18 +72,6 @@ def fulfilment(image: Image, prompt: str) -> Fulfilment:
     wanted = read_prompt(prompt)
     things, background = find_things(image)
     return _compare(wanted, things, background)
-
-
-def scores(images: Iterable[Image], prompts: list[str]) -> list[float]:
-    """The fulfilment of each prompt by its image, 0..1.
-
-    Raises:
-        UserError: without images, for unequal numbers, or a prompt that cannot be judged.
-    """
-    shown = list(images)
-    if not shown or len(shown) != len(prompts):
-        raise UserError(f"fulfilment needs one image for each prompt, and got {len(shown)} for {len(prompts)}")
-    return [fulfilment(image, prompt).score for image, prompt in zip(shown, prompts, strict=True)]
 
 
 def find_things(image: Image) -> tuple[list[Thing], str]:

@@ -299,7 +299,7 @@ class _Loop:
         parts = list(_cut(self.steps.of(self.done), self.spec.batch_size))
         for part in parts:
             loss = self._loss(part) / len(parts)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self.spec.max_grad_norm))
         if not math.isfinite(norm):

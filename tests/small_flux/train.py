@@ -95,9 +95,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drawn", type=int, default=100_000, help="pictures to learn from")
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--vae-steps", type=int, default=1500)
-    parser.add_argument("--flow-steps", type=int, default=5000)
-    parser.add_argument("--guidance-steps", type=int, default=1000, help="at the end, to distil guidance")
+    parser.add_argument("--vae-steps", type=int, default=1000)
+    parser.add_argument("--flow-steps", type=int, default=4000)
+    parser.add_argument("--guidance-steps", type=int, default=600, help="at the end, to distil guidance")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between states to go on from")
     parser.add_argument("--scored", type=int, default=256, help="held-out prompts")
@@ -146,8 +146,8 @@ def _steps(total: int, state: dict[str, Any], path: Path, every: float, what: st
             saved = time.monotonic()
 
 
-def _generator(seed: int, stage: int, step: int) -> torch.Generator:
-    return torch.Generator().manual_seed((seed * 3 + stage) * 10_000_000 + step)
+def _generator(seed: int, stage: int, step: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed((seed * 3 + stage) * 10_000_000 + step)
 
 
 def _rate(step: int, total: int) -> float:
@@ -158,16 +158,16 @@ def _rate(step: int, total: int) -> float:
 def train_vae(vae: Any, drawn: Drawn, options: argparse.Namespace, work: Path, device: torch.device) -> None:
     """Trains the VAE in place, and sets its scaling and shift so that latents have mean 0 and deviation 1."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=options.learning_rate, weight_decay=0.0)
-    pictures = drawn.pictures
+    pictures = drawn.pictures.to(device)
     for step in _steps(
         options.vae_steps, {"vae": vae, "optimizer": optimizer}, work / "vae.pt", options.save_every, "vae"
     ):
-        generator = _generator(options.seed, 0, step)
-        chosen = torch.randint(len(pictures), (min(256, options.batch),), generator=generator)
-        images = _as_values(pictures[chosen].to(device))
+        generator = _generator(options.seed, 0, step, device)
+        chosen = torch.randint(len(pictures), (min(256, options.batch),), generator=generator, device=device)
+        images = _as_values(pictures[chosen])
         with _autocast(device):
             posterior = vae.encode(images).latent_dist
-            noise = torch.randn(posterior.mean.shape, generator=generator).to(device)
+            noise = torch.randn(posterior.mean.shape, generator=generator, device=device)
             shown = vae.decode(posterior.mean + posterior.std * noise).sample
         error = (shown.float() - images).abs().mean() + (shown.float() - images).square().mean()
         loss = error + 3e-4 * posterior.kl().mean() / posterior.mean[0].numel()
@@ -251,7 +251,7 @@ def train_flow(
         optimizer = torch.optim.AdamW(flow.parameters(), lr=top, betas=(0.9, 0.99), weight_decay=0.01)
         state = {"flow": flow, "mean": mean, "optimizer": optimizer}
         for step in _steps(total, state, work / f"{name}.pt", options.save_every, name):
-            batch = _batch(patches, clip, t5, options, _generator(options.seed, stage, step), device)
+            batch = _batch(patches, clip, t5, options, _generator(options.seed, stage, step, device))
             with _autocast(device):
                 wanted = batch.velocity if teacher is None else _guided(teacher, batch, clip[-1, 0], t5[-1, 0])
                 scale = torch.ones_like(batch.scale) if teacher is None else batch.scale
@@ -279,17 +279,17 @@ class _Batch:
 
 
 def _batch(
-    patches: Tensor, clip: Tensor, t5: Tensor, options: argparse.Namespace, generator: torch.Generator, device: Any
+    patches: Tensor, clip: Tensor, t5: Tensor, options: argparse.Namespace, generator: torch.Generator
 ) -> _Batch:
-    size = options.batch
-    chosen = torch.randint(len(patches), (size,), generator=generator).to(device)
-    words = torch.randint(CAPTIONS_EACH, (size,), generator=generator).to(device)
-    dropped = (torch.rand(size, generator=generator) < DROPPED).to(device)
-    sigma = torch.randn(size, generator=generator).to(device).sigmoid()  # SD3's logit-normal
+    size, how = options.batch, {"generator": generator, "device": patches.device}
+    chosen = torch.randint(len(patches), (size,), **how)
+    words = torch.randint(CAPTIONS_EACH, (size,), **how)
+    dropped = torch.rand(size, **how) < DROPPED
+    sigma = torch.randn(size, **how).sigmoid()  # SD3's logit-normal
     low, high = SCALES
-    scale = (low + (high - low) * torch.rand(size, generator=generator)).to(device)
+    scale = low + (high - low) * torch.rand(size, **how)
     clean = patches[chosen]
-    noise = torch.randn(clean.shape, generator=generator).to(device)
+    noise = torch.randn(clean.shape, **how)
     noisy = torch.lerp(clean, noise, sigma[:, None, None])
     asked = torch.where(dropped, len(clip) - 1, chosen)
     return _Batch(noisy, noise - clean, sigma, scale, clip[asked, words], t5[asked, words])
