@@ -152,7 +152,8 @@ def _prepare_pipeline(recipe: Recipe, where: torch.device, *, read_ahead: bool) 
     if read_ahead:
         source.read_ahead()
     config = quant_config(recipe.quantize, UNREACHED)
-    for entry in recipe.quantize.calibration.sources:
+    train = recipe.train.drawn if recipe.train is not None else None
+    for entry in [*recipe.quantize.calibration.sources, *([train.prompts] if train is not None else [])]:
         require_local(entry)
     if all(Path(entry.dataset).expanduser().is_file() for entry in recipe.quantize.calibration.sources):
         calibration_prompts(recipe.quantize.calibration, control=source.class_name == CONTROL)
