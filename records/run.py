@@ -74,7 +74,15 @@ class RunFolder:
     def written(self) -> list[Path]:
         """What a run put here, half-written folders included; anything else in the folder is somebody's own."""
         stages = ("calibration", "calibrating", "training", "checkpoint", "evaluations", "images", "fidelity", "canary")
-        files = ("recipe.yaml", "manifest.json", "verification.json", "comparison.json", "verdict.json", "junit.xml")
+        files = (
+            "recipe.yaml",
+            "manifest.json",
+            "verification.json",
+            "comparison.json",
+            "verdict.json",
+            "junit.xml",
+            "memory.json",
+        )
         reports = ("report.md", "report.html", "model-card.md", "eval_results.yaml")
         names = {*files, *reports, *stages, *(f"{stage}{end}" for stage in stages for end in ENDINGS)}
         return sorted(path for path in self.root.iterdir() if path.name in names)

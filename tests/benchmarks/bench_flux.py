@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import pytest
@@ -68,26 +69,36 @@ STEPS = 30
 RECIPES = {"FP8": "flux1-dev-fp8", "FP4": "flux1-dev-nvfp4", "FP4, modulation too": "flux1-dev-nvfp4-smallest"}
 
 
-def _meta(device: str) -> dict[str, nn.Module]:
-    """The parts on the meta device."""
+PARTS = ("text_encoder", "text_encoder_2", "transformer", "vae")
+
+
+def _meta(device: str, part: str) -> nn.Module:
+    """A part on the meta device."""
     from diffusers import AutoencoderKL, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
     shapes = SHAPES[device]
     depth = len(shapes["vae"]["block_out_channels"])
     ends = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
+    made: dict[str, Callable[[], nn.Module]] = {
+        "text_encoder": lambda: CLIPTextModel(CLIPTextConfig(**shapes["clip"], **ends)),
+        "text_encoder_2": lambda: T5EncoderModel(T5Config(**shapes["t5"], feed_forward_proj="gated-gelu")),
+        "transformer": lambda: FluxTransformer2DModel(**shapes["transformer"]),
+        "vae": lambda: AutoencoderKL(
+            **shapes["vae"], norm_num_groups=32, use_quant_conv=False, use_post_quant_conv=False,
+            scaling_factor=0.3611, shift_factor=0.1159, down_block_types=("DownEncoderBlock2D",) * depth,
+            up_block_types=("UpDecoderBlock2D",) * depth,
+        ),
+    }  # fmt: skip
     with torch.device("meta"), quiet():
-        parts: dict[str, nn.Module] = {
-            "text_encoder": CLIPTextModel(CLIPTextConfig(**shapes["clip"], **ends)),
-            "text_encoder_2": T5EncoderModel(T5Config(**shapes["t5"], feed_forward_proj="gated-gelu")),
-            "transformer": FluxTransformer2DModel(**shapes["transformer"]),
-            "vae": AutoencoderKL(
-                **shapes["vae"], norm_num_groups=32, use_quant_conv=False, use_post_quant_conv=False,
-                scaling_factor=0.3611, shift_factor=0.1159, down_block_types=("DownEncoderBlock2D",) * depth,
-                up_block_types=("UpDecoderBlock2D",) * depth,
-            ),
-        }  # fmt: skip
-        return {name: part.to(torch.bfloat16).eval() for name, part in parts.items()}
+        return made[part]().to(torch.bfloat16).eval()
+
+
+@cache
+def _layers(device: str, recipe: str) -> list[Layer]:
+    """The layers that a shipped recipe quantizes."""
+    spec = load_recipe(recipe).quantize
+    return pipeline_plan_of(_meta(device, "transformer"), quant_config(spec, UNREACHED), spec.keep).quantized
 
 
 @torch.no_grad()
@@ -134,15 +145,12 @@ def _transformer(device: str, recipe: str | None, *, fold: bool = False) -> nn.M
     """The transformer, quantized as a recipe says; the same random weights at each call."""
     where = torch.device(device)
     torch.manual_seed(1)
-    model = _meta(device)["transformer"]
-    if recipe is not None:
-        spec = load_recipe(recipe).quantize
-        plan = pipeline_plan_of(_meta(device)["transformer"], quant_config(spec, UNREACHED), spec.keep)
-        for layer in plan.quantized:
-            linear = _quantized(model.get_submodule(layer.name), layer, where)
-            if fold:
-                linear.fold()
-            model.set_submodule(layer.name, linear)
+    model = _meta(device, "transformer")
+    for layer in _layers(device, recipe) if recipe is not None else []:
+        linear = _quantized(model.get_submodule(layer.name), layer, where)
+        if fold:
+            linear.fold()
+        model.set_submodule(layer.name, linear)
     return _filled(model, where)
 
 
@@ -150,12 +158,12 @@ def _parts(device: str, opener: Callable[[], nn.Module]) -> Parts:
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
     from transformers import T5TokenizerFast
 
-    where, meta = torch.device(device), _meta(device)
+    where, meta = torch.device(device), {name: _meta(device, name) for name in PARTS}
     tokenizer = T5TokenizerFast(vocab=[("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁a", -1.0)], extra_ids=0)
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
     skeleton = FluxPipeline(scheduler=scheduler, tokenizer=clip_tokenizer(), tokenizer_2=tokenizer, **cast(Any, meta))
     openers: dict[str, Callable[[], nn.Module]] = {
-        name: (lambda name=name: _filled(_meta(device)[name], where)) for name in meta if name != "transformer"
+        name: (lambda name=name: _filled(_meta(device, name), where)) for name in meta if name != "transformer"
     }
     return Parts(
         skeleton, {**openers, "transformer": opener}, {name: weight_bytes(part) for name, part in meta.items()}
