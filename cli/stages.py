@@ -40,12 +40,17 @@ logger = logging.getLogger(__name__)
 def plan_training(job: Job) -> TrainingPlan | None:
     """What a recipe's training will take, with the time of a step where there is a GPU that has the memory for one.
 
-    None for a recipe that does not train.
+    None for a recipe that does not train, or that trains a model that draws.
     """
     spec = job.recipe.train
     if spec is None:
         return None
+    from halfbyte.quant.models import Source
     from halfbyte.quant.training_plan import measure_step, training_plan
+
+    if not isinstance(job.source, Source):
+        logger.warning("the training of a model that draws is not planned: its memory and time are not predicted")
+        return None
 
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     exported = job.plan.tensor_bytes

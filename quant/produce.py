@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from halfbyte.records.files import atomic_folder, sync_files, write_text
 from halfbyte.records.manifest import Manifest, load_manifest, package_versions
 from halfbyte.records.record import ModelSummary
 from halfbyte.records.run import RunFolder
+from halfbyte.records.training import TRAINING_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -210,9 +212,10 @@ def has_checkpoint(job: Job, run: RunFolder) -> bool:
 
 
 def require_space(job: Job, run: RunFolder) -> None:
-    """Refuses to start when the disk cannot hold the predicted checkpoint, and the weights kept until it is there.
+    """Refuses to start when the disk cannot hold the predicted checkpoint, and what is kept until it is there.
 
-    Of no concern to a run that has_checkpoint().
+    That is weights that calibration changes, and the checkpoints of a training. Of no concern to a run that
+    has_checkpoint().
 
     Raises:
         UserError: with the sizes.
@@ -220,13 +223,30 @@ def require_space(job: Job, run: RunFolder) -> None:
     run.root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(run.root).free
     kept = 0 if run.calibration.is_dir() and ptq.has_calibration(run.calibration, job.key) else _kept_bytes(job)
-    needed = job.plan.exported_bytes + kept
+    trained = _training_bytes(job, run)
+    needed = job.plan.exported_bytes + kept + trained
     if free < needed:
         share = f" ({kept / 1e9:.2f} of them for a while, to keep the calibration)" if kept else ""
+        share += f" ({trained / 1e9:.2f} of them for checkpoints of the training)" if trained else ""
+        less = "lower train.validation.keep, " if trained else ""
         raise UserError(
             f"no space for the checkpoint at {run.root}: {needed / 1e9:.2f} GB needed{share}, {free / 1e9:.2f} GB free",
-            "free some space or choose another --output",
+            f"{less}free some space or choose another --output",
         )
+
+
+def _training_bytes(job: Job, run: RunFolder) -> int:
+    """Of the checkpoints that a training has still to write."""
+    spec = job.recipe.train
+    if spec is None or isinstance(job.source, PipelineSource) or (run.training / TRAINING_FILE).is_file():
+        return 0
+    from halfbyte.quant.training_memory import compute_type
+    from halfbyte.quant.training_plan import divided, most_kept, saved_bytes
+
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    each = saved_bytes(job.source, job.config, divided(spec, compute_type(spec, job.device), devices))
+    there = sum(path.stat().st_size for path in run.training.glob("checkpoints/*/**/*") if path.is_file())
+    return max(0, most_kept(spec) * each - there)
 
 
 def _kept_bytes(job: Job) -> int:

@@ -104,9 +104,8 @@ class TrainingPlan:
             shown = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in parts if size >= 5e6)
             total = f"{self.memory.total / 1e9:.2f} of {self.capacity / 1e9:.1f} GB at the peak"
             lines.append(f"memory       {total}{'' if self.devices == 1 else ' on each device'}: {shown}")
-        kept = spec.validation.keep + 2
         lines.append(
-            f"disk         {self.saved / 1e9:.2f} GB a checkpoint of the training, at most {kept} at once; "
+            f"disk         {self.saved / 1e9:.2f} GB a checkpoint of the training, at most {most_kept(spec)} at once; "
             f"{self.exported / 1e9:.2f} GB exported"
         )
         lines.append(f"time         {self._time()}")
@@ -146,6 +145,41 @@ def device_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def most_kept(spec: TrainSpec) -> int:
+    """Checkpoints of a training that are on disk at once: the last few, the best, and one that is being written."""
+    return spec.validation.keep + 2
+
+
+def divided(spec: TrainSpec, compute: torch.dtype, devices: int) -> TrainSpec:
+    """The train block as so many devices follow it: accelerate keeps weights that it divides in float32."""
+    if devices > 1 and compute == torch.bfloat16:
+        return spec.model_copy(update={"weights_dtype": "float32"})
+    return spec
+
+
+def saved_bytes(source: Source, config: dict[str, Any], spec: TrainSpec) -> int:
+    """Bytes of a checkpoint of a training: what is trained, and AdamW's two moments of it; no weight is read.
+
+    Args:
+        source: The model that is trained.
+        config: What configs.quant_config made.
+        spec: The train block, as divided() gives it.
+
+    Raises:
+        UserError: when the quantizers are not what the train block asks for.
+    """
+    register()
+    step = build(
+        lambda dtype: empty_model(source, dtype)[1],
+        config,
+        spec,
+        torch.device("meta"),
+        compute=torch.float32,  # of no matter: nothing runs
+        teacher_here=False,
+    )
+    return 3 * sum(parameter.numel() * parameter.element_size() for parameter in step.trained())
+
+
 def training_plan(
     source: Source,
     config: dict[str, Any],
@@ -179,10 +213,8 @@ def training_plan(
     compute = compute_type(spec, device)
     size = device_memory(device) if capacity is None else capacity
     steps = steps_of(spec, rows or 0, devices) if spec.max_steps is not None or rows is not None else None
-    if devices > 1 and compute == torch.bfloat16:
-        spec = spec.model_copy(update={"weights_dtype": "float32"})  # accelerate keeps divided weights in it
-    step = build(make_model, config, spec, torch.device("meta"), compute=compute, teacher_here=False)
-    saved = 3 * sum(parameter.numel() * parameter.element_size() for parameter in step.trained())
+    spec = divided(spec, compute, devices)
+    saved = saved_bytes(source, config, spec)
     plan = TrainingPlan(spec, devices, steps, None, size, saved, exported, seconds)
     try:
         memory = count_step(make_model, config, spec, compute=compute, devices=devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,28 @@ def validation_kl(job: Any, model: Any) -> float:
         total += float(divergence(ours.log_softmax(-1), theirs))
         tokens += int(counted.sum())
     return total / tokens
+
+
+def test_space_for_the_checkpoints_of_a_training_is_asked_for_before_it_begins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, run = job_of(folder, "train.validation.keep=2"), RunFolder(folder / "run")
+    weights = sum(one.numel() for one in job.open_baseline().model.parameters())
+    needed = job.plan.exported_bytes + 4 * 3 * 4 * weights  # four of float32 weights and AdamW's two moments
+    free = [needed]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0]))
+    produce.require_space(job, run)
+    free[0] -= 1
+    with pytest.raises(UserError, match=r"GB needed .* of them for checkpoints of the training"):
+        produce.produce(job, run)
+    assert not run.calibration.exists()
+    free[0] += 1
+    produce.produce(job, run)
+    sizes = [sum(one.stat().st_size for one in path.iterdir()) for path in run.training.glob("checkpoints/step-*")]
+    assert sizes == [pytest.approx(3 * 4 * weights, rel=0.1)] * 2  # with headers and the states of random generators
+    cut_short(run)
+    free[0] = needed - sum(sizes)  # they are there already
+    produce.require_space(job, run)
 
 
 def test_a_warmup_never_takes_all_steps(folder: Path) -> None:
