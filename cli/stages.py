@@ -45,10 +45,10 @@ def plan_training(job: Job) -> TrainingPlan | None:
     spec = job.recipe.train
     if spec is None:
         return None
-    from halfbyte.quant.models import Source
+    from halfbyte.quant.pipelines import PipelineSource
     from halfbyte.quant.training_plan import measure_step, training_plan
 
-    if not isinstance(job.source, Source):
+    if isinstance(job.source, PipelineSource):
         logger.warning("the training of a model that draws is not planned: its memory and time are not predicted")
         return None
 

@@ -54,16 +54,15 @@ class Making:
 
     def __init__(self, job: Job, run: RunFolder, data_root: Path | None, processes: Processes) -> None:
         self.job, self.run, self.data_root, self.processes = job, run, data_root, processes
-        self.source = cast(Source, job.source)
         self.seconds: dict[str, float] = {}
         self.data: dict[str, str] = {}
         self.seeds = {"calibration": job.recipe.quantize.calibration.seed}
-        self.tokenizer = open_tokenizer(self.source)
+        self.tokenizer = open_tokenizer(job.source)
 
     def _open(self) -> PreTrainedModel:
         own = torch_dtype(self.job.recipe.model.dtype)
         computed = compute_dtype("auto", self.job.device, own)
-        return open_original(self.source, weights=own, compute=computed, device=self.processes.device)
+        return open_original(self.job.source, weights=own, compute=computed, device=self.processes.device)
 
     def calibrated(self) -> PreTrainedModel:
         """The model with its quantizers calibrated, now or by an earlier process."""
@@ -162,11 +161,11 @@ class Making:
             overlapping = overlap(examples.texts, questions)
             for line in overlapping.describe():
                 logger.info("overlap of the training texts with %s", line)
-            for name in overlapping.unchecked:
+            for unknown in overlapping.unchecked:
                 logger.warning(
                     "no question of '%s' can be looked for in the training texts: all are too short or alike; "
                     "whether it leaked is not known",
-                    name,
+                    unknown,
                 )
             overlapping.require_at_most(spec.max_overlap)
             checked = sum(task.checked for task in overlapping.tasks.values())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from halfbyte.quant.models import Source, device_of, empty_model, locate, open_tokenizer
@@ -12,9 +10,6 @@ from halfbyte.recipes.texts import require_local
 from halfbyte.recipes.training import TrainSpec
 from halfbyte.records.digests import text_identity
 from halfbyte.records.errors import UserError
-
-if TYPE_CHECKING:
-    from halfbyte.quant.pipelines import PipelineSource
 
 
 def require_trainable(recipe: Recipe, source: Source) -> Source | None:
@@ -83,7 +78,7 @@ def _require_same_tokens(student: Source, teacher: Source) -> None:
     )
 
 
-def identity(spec: TrainSpec, teacher: Source | None, student: Source | PipelineSource) -> dict[str, object]:
+def identity(spec: TrainSpec, teacher: Source | None, student: Source) -> dict[str, object]:
     """What decides a training beside the model, the quantization and the versions of the packages."""
     prompts = spec.sampled.prompts if spec.sampled else None
     entries = [*spec.sources, *(one for one in (prompts, spec.drawn.prompts if spec.drawn else None) if one)]
