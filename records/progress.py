@@ -11,7 +11,9 @@ from tqdm.auto import tqdm as bar
 
 SECONDS = 30
 """Between two lines of a log."""
-_LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt} {unit}, {elapsed} gone, {remaining} left, {rate_fmt}{postfix}"
+_LINE = (
+    "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt} {unit}, {elapsed} gone, {remaining} left, {rate_fmt}{postfix}"
+)
 
 
 class Lines(tqdm.std.tqdm):  # type: ignore[misc]  # tqdm has no types

@@ -279,7 +279,8 @@ def test_an_output_folder_of_another_recipe_is_refused(line: Line, mistake: Mist
     assert "belongs to recipe 'tiny-nvfp4', not to 'other'" in mistake(
         "quantize", line.another(tmp_path, name="other"), "--output", line.run
     )
-    assert "was made from another model, quantize or train block" in mistake("run", line.recipe, "--set", "quantize.preset=fp8")
+    changed = mistake("run", line.recipe, "--set", "quantize.preset=fp8")
+    assert "was made from another model, quantize or train block" in changed
     assert "is not empty and no run wrote it" in mistake("quantize", line.recipe, "--output", line.model)
     assert "is a file" in mistake("quantize", line.recipe, "--output", line.recipe)
 
