@@ -172,7 +172,7 @@ def test_overrides_reach_fields_and_list_elements(mine: Path) -> None:
         ("evaluate.tasks.9.limit=1", "--set evaluate.tasks.9.limit=1 does not fit the recipe", ""),
         ("quantize.recipe=a/b", "--set: quantize: give exactly one of recipe, preset, quant_cfg", ""),
         ("model=null", "--set: model is null: it should be a mapping", ""),
-        ("train={method: qat}", "--set: train: give exactly one of sources and sampled", ""),
+        ("train={method: qat}", "--set: train: give exactly one of sources, sampled", ""),
         ("train={method: qap}", "--set: train.method is \"qap\": it should be 'qat' or 'qad'", ""),
         (
             "train={method: qad, learning_rte: 1}",

@@ -36,6 +36,11 @@ def run(monkeypatch: pytest.MonkeyPatch, seconds: float, *, steps: int = 12, ter
     return stream.getvalue()
 
 
+@pytest.fixture(autouse=True)
+def _not_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)  # which --quiet of a test before leaves in this process
+
+
 def test_a_log_gets_a_line_every_half_minute_and_one_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = run(monkeypatch, 10.0).splitlines()
     assert [line.split(",")[0] for line in lines] == [f"mmlu: {share}%" for share in (25, 50, 75, 100, 100)]
