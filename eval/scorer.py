@@ -46,8 +46,8 @@ class PrefixScorer:
         self.model = model
         self.budget = budget or BUDGETS[model.device.type]
         self._window = attention_window(model.config)
-        self._prefix: tuple[tuple[int, ...], Any] | None = None
-        """The last prefix, with its cache or, for a cascade, the keys and values of its layers."""
+        self._prefix: tuple[tuple[int, ...], Any, Any] | None = None
+        """The last prefix, what was made of it, and that: its cache or, for a cascade, its layers' keys and values."""
         self._most: int | None = None
         """Tokens, cached ones included, that have fitted into memory since it was too little once."""
 
@@ -164,10 +164,10 @@ class PrefixScorer:
 
     def _kept(self, prefix: tuple[int, ...], of: Callable[[Any, tuple[int, ...]], Any]) -> Any:
         """What `of` gives for the model and a prefix, computed once for batches that follow each other."""
-        if self._prefix is None or self._prefix[0] != prefix:
+        if self._prefix is None or self._prefix[:2] != (prefix, of):
             self._prefix = None  # freed before the next one is made
-            self._prefix = prefix, of(self.model, prefix)
-        return self._prefix[1]
+            self._prefix = prefix, of, of(self.model, prefix)
+        return self._prefix[2]
 
 
 @contextmanager

@@ -45,6 +45,11 @@ def interval(value: Interval | None, digits: int = 4) -> str:
     return NONE if value is None else f"{figure(value.low, digits)} to {figure(value.high, digits)}"
 
 
+def metric_label(metric: str, filter_: str) -> str:
+    """A metric, with the filter of its answers where there is one."""
+    return metric if filter_ == "none" else f"{metric} ({filter_})"
+
+
 def level(value: float) -> str:
     """A confidence level.
 

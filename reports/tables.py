@@ -196,7 +196,7 @@ def set_metrics_table(comparisons: Sequence[Comparison]) -> Table | None:
         [
             label,
             row.task if row.subtask == row.task else f"{row.task}: {row.subtask}",
-            row.metric if row.filter == "none" else f"{row.metric} ({row.filter})",
+            figures.metric_label(row.metric, row.filter),
             figures.count(row.questions),
             figures.figure(row.baseline),
             figures.figure(row.candidate),
@@ -251,7 +251,7 @@ def _loss_row(row: TaskResult) -> list[str]:
     result = row.result
     return [
         row.settings.task,
-        row.metric if row.filter == "none" else f"{row.metric} ({row.filter})",
+        figures.metric_label(row.metric, row.filter),
         figures.count(result.questions),
         figures.figure(result.baseline),
         figures.figure(result.candidate),

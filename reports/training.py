@@ -144,7 +144,7 @@ def gains_tables(comparisons: Sequence[Comparison]) -> list[Table]:
         rows = [
             [
                 row.task,
-                row.metric if row.filter == "none" else f"{row.metric} ({row.filter})",
+                figures.metric_label(row.metric, row.filter),
                 figures.count(row.questions),
                 figures.figure(row.ptq),
                 figures.figure(row.trained),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_flux import save_tiny_flux
 
 from halfbyte.records.record import ModelSummary
 
@@ -118,3 +119,15 @@ def summary() -> ModelSummary:
 def write_tiny_tasks() -> Any:
     """`write_tasks`, for a test in another process."""
     return write_tasks
+
+
+@pytest.fixture(scope="module")
+def tiny_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Flux pipeline."""
+    return save_tiny_flux(tmp_path_factory.mktemp("flux") / "pipeline")
+
+
+@pytest.fixture(scope="module")
+def tiny_control(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Flux pipeline that draws from a control image."""
+    return save_tiny_flux(tmp_path_factory.mktemp("flux") / "control", control=True)

@@ -21,16 +21,6 @@ class Killed(BaseException):
     """Stands for a kill: nothing catches it."""
 
 
-@pytest.fixture(scope="module")
-def tiny_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_flux(tmp_path_factory.mktemp("flux") / "pipeline")
-
-
-@pytest.fixture(scope="module")
-def tiny_control(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_flux(tmp_path_factory.mktemp("flux") / "control", control=True)
-
-
 def _drawing(folder: Path, prompts: Path, *, digest: str = "a", low_vram: bool = False, **more: Any) -> Drawing:
     options = {name: more.pop(name) for name in ("reference", "allow") if name in more}
     pipeline = opened(folder, low_vram=low_vram)

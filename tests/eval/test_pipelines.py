@@ -11,7 +11,6 @@ import pytest
 import torch
 from drawing import CPU, opened, save_tiny_unet
 from PIL import Image
-from tiny_flux import save_tiny_flux
 from torch import nn
 
 from halfbyte.eval.pipeline_parts import Parts, open_parts, quiet
@@ -19,16 +18,6 @@ from halfbyte.eval.pipelines import STAGES, Pipeline, Request
 from halfbyte.records.errors import Anomaly, UserError
 
 RED = Image.new("RGB", (32, 32), "red")
-
-
-@pytest.fixture(scope="module")
-def tiny_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_flux(tmp_path_factory.mktemp("flux") / "pipeline")
-
-
-@pytest.fixture(scope="module")
-def tiny_control(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_flux(tmp_path_factory.mktemp("flux") / "control", control=True)
 
 
 def _request(control: Image.Image | None = None, seed: int = 7) -> Request:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from drawing import asked, opened, summary, write_prompts
-from tiny_flux import save_tiny_flux
 
 from halfbyte.eval.images import Drawing
 from halfbyte.eval.pipeline_parts import Parts
@@ -18,11 +17,6 @@ from halfbyte.records.errors import UserError
 
 FULL = dict(zip(STAGES, (9_800, 23_800, 200), strict=True))
 PACKED = 6_900
-
-
-@pytest.fixture(scope="module")
-def tiny_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_flux(tmp_path_factory.mktemp("flux") / "pipeline")
 
 
 def test_what_each_mode_holds_together() -> None:
