@@ -1,7 +1,7 @@
 # make demo      install, fetch a small model, quantize it to FP8 and NVFP4, evaluate, decide, write a report
 # make test      the tests           make check   format, lint, types, order of the rooms
-# make test-gpu  tests on a GPU      make bench   speed measurements
-# make tree      writes the annotated tree of README.md anew
+# make test-slow the slow ones       make bench   speed measurements
+# make test-gpu  tests on a GPU      make tree    writes the annotated tree of README.md anew
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 # Tests on the real model run where it has been fetched.
 export HALFBYTE_SMOLLM2 ?= $(wildcard $(CURDIR)/$(MODEL))
 
-.PHONY: install model demo test test-gpu bench check tree
+.PHONY: install model demo test test-slow test-gpu bench check tree
 
 install: $(INSTALLED)
 
@@ -31,7 +31,10 @@ demo: model
 	$(BIN)/halfbyte run demo-fp8 demo-nvfp4 || case $$? in 1|3) ;; *) exit 1 ;; esac
 
 test: $(INSTALLED)
-	$(PYTEST) -m 'not gpu and not bench'
+	$(PYTEST) -m 'not gpu and not bench and not slow'
+
+test-slow: $(INSTALLED)
+	$(PYTEST) -m 'slow and not gpu and not bench'
 
 test-gpu: $(INSTALLED)
 	$(PYTEST) -m gpu
