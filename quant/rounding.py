@@ -112,10 +112,18 @@ def _fp8_rounded(x: Tensor, in_memory: Tensor, scale: Tensor) -> Tensor:
     return fp8_dequantize(FP8(e4m3_round(x.float() * in_memory), scale), x.dtype)
 
 
-def _rounding(weight: Weight) -> Callable[[Tensor, slice], Tensor]:
+_NORMAL_SCALE = 2.0**-6
+"""The smallest E4M3 value with all its bits: a block scale from here on is within a sixteenth of what it stands for."""
+_NORMAL_STEP = 2.0**-100
+"""Multiples of a step from here on are far from the smallest bfloat16 and float32."""
+
+
+def _rounding(weight: Weight) -> Callable[[Tensor, slice], tuple[Tensor, bool]]:
     """What rounds some rows of a weight, given their values [n, in] and which rows of the weight they are.
 
-    What it needs of the whole weight, it takes from the quantizer now; the first of the rows is a multiple of 128.
+    It also says whether the result, in bfloat16 or float32, is known to be exported as the codes it came from; without
+    that, it must be looked at. What it needs of the whole weight, it takes from the quantizer now; the first of the
+    rows is a multiple of 128.
     """
     from modelopt.torch.export.quant_utils import (
         get_quantization_format,
@@ -127,24 +135,25 @@ def _rounding(weight: Weight) -> Callable[[Tensor, slice], Tensor]:
     layer = as_layer(weight)
     kind = get_quantization_format(layer)
     if kind == "mxfp8":
-        return lambda x, rows: mxfp8_dequantize(mxfp8_quantize(x), x.dtype)  # noqa: ARG005
+        return lambda x, rows: (mxfp8_dequantize(mxfp8_quantize(x), x.dtype), False)  # noqa: ARG005
     if kind in ("mxfp4", "w4a8_mxfp4_fp8"):
-        return lambda x, rows: mxfp4_dequantize(mxfp4_quantize(x), x.dtype)  # noqa: ARG005
+        return lambda x, rows: (mxfp4_dequantize(mxfp4_quantize(x), x.dtype), False)  # noqa: ARG005
     if kind in ("fp8", "fp8_pc_pt", "fp8_pb_wo"):
         in_memory = fp8_kernel_scales(weight.quantizer._amax)[0].to(weight.values.device)
     if kind == "fp8":
         tensors = scale_of_amax(weight.quantizer._amax, E4M3_MAX).to(weight.values.device)
-        return lambda x, rows: _fp8_rounded(x, in_memory, tensors)  # noqa: ARG005
+        certain = bool(tensors >= _NORMAL_STEP)
+        return lambda x, rows: (_fp8_rounded(x, in_memory, tensors), certain)  # noqa: ARG005
     if kind == "fp8_pc_pt":
         channels, in_memory = get_weight_scaling_factor(layer).reshape(-1, 1), in_memory.reshape(-1, 1)
-        return lambda x, rows: _fp8_rounded(x, in_memory[rows], channels[rows])
+        return lambda x, rows: (_fp8_rounded(x, in_memory[rows], channels[rows]), False)
     if kind == "fp8_pb_wo":
         sides = [-(-side // FP8_BLOCK) for side in weight.values.shape]
         squares, in_memory = get_weight_scaling_factor(layer).reshape(sides), in_memory.reshape(sides)
 
-        def by_squares(x: Tensor, rows: slice) -> Tensor:
+        def by_squares(x: Tensor, rows: slice) -> tuple[Tensor, bool]:
             found = slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
-            return _fp8_rounded(x, _squares(in_memory[found], x.shape), _squares(squares[found], x.shape))
+            return _fp8_rounded(x, _squares(in_memory[found], x.shape), _squares(squares[found], x.shape)), False
 
         return by_squares
     scale_2 = get_weight_scaling_factor_2(layer)
@@ -152,13 +161,16 @@ def _rounding(weight: Weight) -> Callable[[Tensor, slice], Tensor]:
         raise NotImplementedError(f"{weight.name} is quantized as {kind}")
     static = get_weight_scaling_factor(layer) if NVFP4QTensor._is_static_quantizer(weight.quantizer) else None
 
-    def nvfp4(x: Tensor, rows: slice) -> Tensor:
-        # Blocks without a scale of their own get it from their values.
+    def nvfp4(x: Tensor, rows: slice) -> tuple[Tensor, bool]:
+        # Blocks without a scale of their own get it from their values: the largest becomes 6 where the scale is normal,
+        # of which the same scale follows.
         scale = get_weight_scaling_factor(as_layer(weight._replace(values=x))) if static is None else static[rows]
-        step = (scale.float() * scale_2).unsqueeze(-1)
+        scale = scale.float()
+        step = (scale * scale_2).unsqueeze(-1)
+        certain = (step >= _NORMAL_STEP).all() & (scale >= _NORMAL_SCALE).all()
         blocks = x.float().reshape(*scale.shape, -1)
         values: Tensor = (e2m1_round(blocks / step) * step).flatten(-2).to(x.dtype)
-        return values
+        return values, bool(certain)
 
     return nvfp4
 
@@ -173,7 +185,7 @@ def rounded(weight: Weight) -> Tensor:
     Raises:
         NotImplementedError: for a format that ModelOpt does not export.
     """
-    return _rounding(weight)(weight.values.detach(), slice(0, len(weight.values)))
+    return _rounding(weight)(weight.values.detach(), slice(0, len(weight.values)))[0]
 
 
 class Unstable(NamedTuple):
@@ -191,7 +203,7 @@ def _chunks(values: Tensor) -> Iterator[slice]:
     """Rows of a weight, some millions of values at a time on CUDA, and as many as a CPU's cache holds there."""
     rows = len(values)
     width = values.numel() // max(rows, 1)
-    step = max((2**22 if values.is_cuda else 2**19) // max(width, 1) // FP8_BLOCK, 1) * FP8_BLOCK
+    step = max((2**24 if values.is_cuda else 2**19) // max(width, 1) // FP8_BLOCK, 1) * FP8_BLOCK
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -208,14 +220,15 @@ def round_in_place(weight: Weight, dtype: torch.dtype) -> Unstable | None:
         dtype: The type it will be exported from.
     """
     values, round_rows = weight.values.detach(), _rounding(weight)
+    wide = {dtype, values.dtype} <= {torch.bfloat16, torch.float32}
     size = int((weight.quantizer.block_sizes or {}).get(-1) or values.shape[-1])
     places: list[tuple[Tensor, ...]] = []
     originals = []
     for rows in _chunks(values):
         part = values[rows]
-        once = round_rows(part, rows)
-        moved = round_rows(once.to(dtype).to(once.dtype), rows) != once
-        if bool(moved.any()):
+        once, certain = round_rows(part, rows)
+        moved = None if certain and wide else round_rows(once.to(dtype).to(once.dtype), rows)[0] != once
+        if moved is not None and bool(moved.any()):
             block = moved.reshape(*moved.shape[:-1], -1, size).any(dim=-1)
             first, *others = block.repeat_interleave(size, dim=-1).nonzero(as_tuple=True)
             originals.append(part[(first, *others)])

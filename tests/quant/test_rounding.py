@@ -154,6 +154,36 @@ def test_rounding_by_rows_is_rounding_at_once(preset: str, monkeypatch: pytest.M
     assert torch.equal(weight.values, once)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spread", [0.0, 2.0, 6.0, 14.0, 60.0])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_is_not_rounded_a_second_time_would_not_have_moved(
+    preset: str, spread: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, _ = _linear(preset, 256, 512)
+    blocks = torch.randn(256, 32, 1) * spread
+    with torch.no_grad():
+        weight.values.copy_((weight.values.reshape(256, 32, 16) * torch.exp2(-blocks.abs())).flatten(1))
+        weight.values[0, :40] = 0
+    before = weight.values.detach().clone()
+    quick = round_in_place(weight, dtype)
+    settled = weight.values.detach().clone()
+    weight.values.detach().copy_(before)
+    by_rows = rounding._rounding(weight)
+    monkeypatch.setattr(rounding, "_rounding", lambda _: lambda x, rows: (by_rows(x, rows)[0], False))
+    found = round_in_place(weight, dtype)
+    assert torch.equal(weight.values, settled)
+    assert (quick is None) == (found is None)
+    if quick is not None and found is not None:
+        assert all(map(torch.equal, (*quick.where, quick.original), (*found.where, found.original)))
+
+
+def test_ordinary_weights_are_rounded_once() -> None:
+    for preset in ("NVFP4_DEFAULT_CFG", "FP8_DEFAULT_CFG"):
+        weight, _ = _linear(preset, 256, 512)
+        assert rounding._rounding(weight)(weight.values.detach(), slice(0, 256))[1], preset
+
+
 def test_what_is_put_back_is_in_its_place_whatever_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, layer = _linear("NVFP4_DEFAULT_CFG", 304, 160)
     with torch.no_grad():
