@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from halfbyte.recipes.schema import ModelSpec
 
 pytestmark = [pytest.mark.bench, pytest.mark.real]
 SUBJECTS = 20
-QUESTIONS = 10
+QUESTIONS = int(os.environ.get("HALFBYTE_QUESTIONS", "10"))
+"""Of each subject; a whole subject has 246 on average, and shares more."""
 
 
 def _requests(data_root: Path, lm: Any, *, subjects: int | None, questions: int | None) -> list[Any]:
