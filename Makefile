@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 MODEL := models/SmolLM2-135M-Instruct
 PYTEST := $(BIN)/python -m pytest
+# Tests of one file stay together, since they share what is dear to make; a process takes up to 4 GiB.
+WORKERS ?= 2
+BESIDE := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses $(WORKERS) --dist loadfile
 
 # Tests on the real model run where it has been fetched.
 export HALFBYTE_SMOLLM2 ?= $(wildcard $(CURDIR)/$(MODEL))
@@ -31,10 +34,10 @@ demo: model
 	$(BIN)/halfbyte run demo-fp8 demo-nvfp4 || case $$? in 1|3) ;; *) exit 1 ;; esac
 
 test: $(INSTALLED)
-	$(PYTEST) -m 'not gpu and not bench and not slow'
+	$(BESIDE) -m 'not gpu and not bench and not slow'
 
 test-slow: $(INSTALLED)
-	$(PYTEST) -m 'slow and not gpu and not bench'
+	$(BESIDE) -m 'slow and not gpu and not bench'
 
 test-gpu: $(INSTALLED)
 	$(PYTEST) -m gpu
