@@ -2,7 +2,7 @@
 
 On a GPU, in some minutes (an interrupted call goes on where it was):
 
-    python tests/small_flux/train.py OUT
+    python tests/small_flux/train.py OUT --minutes 8
 
 On a CPU, for a look at whether it works at all:
 
@@ -11,7 +11,8 @@ On a CPU, for a look at whether it works at all:
 The flow is FLUX's: between noise and latent on a straight line, the velocity learned at a sigma between 0 and 1. The
 last steps distil guidance into the model as FLUX.1-dev has it (Meng et al. 2023, arXiv 2210.03142): the model so far,
 with and without the caption, teaches one that is told the scale. OUT gets the pipeline in bfloat16 and scores.json, the
-fulfilment of prompts for scenes that were not trained on; OUT.work what an interrupted training goes on from.
+fulfilment of prompts for scenes that were not trained on, also while the training runs: what a stopped one leaves there
+draws. OUT.work has what it goes on from.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,10 @@ DROPPED = 0.1
 """Part of the captions that is left out, so that the model knows what no caption means."""
 SCALES = (1.0, 5.0)
 """Guidance scales that are distilled."""
+DRAWN_AT = 3.5
+"""The guidance scale of the scored images."""
+SHARES = {"vae": 0.12, "flow": 0.65, "guidance": 0.2}
+"""Of the time, where time is given; the rest is for drawing and scoring."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +77,25 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     began = time.monotonic()
+    settings = {name: value for name, value in vars(options).items() if name not in ("out", "threads")}
+
+    def keep(pipeline: Any, count: int, scale: float, finished: bool) -> None:
+        save(pipeline, options.out)
+        scores = score(options.out, count, options.seed, device, scale=scale)
+        more = {"settings": settings, "device": device.type, "seconds": round(time.monotonic() - began)}
+        write_json(options.out / "scores.json", {**scores, **more, "finished": finished})
+        print(f"after {more['seconds']} s: {scores}", flush=True)
+
     pipeline = make_pipeline(options.seed)
     drawn = draw_all(pipeline, options.drawn, options.seed)
-    print(f"{options.drawn} pictures drawn in {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{options.drawn} pictures drawn in {time.monotonic() - began:.0f} s; on {device.type}", flush=True)
     work = options.out.with_name(options.out.name + ".work")
     work.mkdir(parents=True, exist_ok=True)
     train_vae(pipeline.vae.to(device), drawn, options, work, device)
     latents = encode(pipeline.vae, drawn.pictures, device)
-    train_flow(pipeline, latents, drawn, options, work, device)
-    with atomic_folder(options.out) as partial_folder:
-        pipeline.to(torch.bfloat16).save_pretrained(partial_folder)
-    scores = score(options.out, options.scored, options.seed, device)
-    settings = {name: value for name, value in vars(options).items() if name not in ("out", "threads")}
-    seconds = round(time.monotonic() - began)
-    write_json(options.out / "scores.json", {**scores, "settings": settings, "device": device.type, "seconds": seconds})
-    print(f"{scores} in {seconds} s; {options.out}", flush=True)
+    train_flow(pipeline, latents, drawn, options, work, device, lambda *state: keep(state[0], 64, state[1], False))
+    keep(pipeline, options.scored, DRAWN_AT, True)
+    print(options.out, flush=True)
 
 
 def _options() -> argparse.Namespace:
@@ -94,12 +103,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drawn", type=int, default=100_000, help="pictures to learn from")
-    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--minutes", type=float, help="of training, instead of steps")
     parser.add_argument("--vae-steps", type=int, default=1000)
     parser.add_argument("--flow-steps", type=int, default=4000)
     parser.add_argument("--guidance-steps", type=int, default=600, help="at the end, to distil guidance")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--save-every", type=float, default=60.0, help="seconds between states to go on from")
+    parser.add_argument("--save-every", type=float, default=60.0, help="seconds between states that are kept")
     parser.add_argument("--scored", type=int, default=256, help="held-out prompts")
     parser.add_argument("--threads", type=int, default=0)
     return parser.parse_args()
@@ -124,44 +134,66 @@ def draw_all(pipeline: Any, count: int, seed: int) -> Drawn:
     return Drawn(pictures, *(ids.view(count + 1, CAPTIONS_EACH, PROMPT_TOKENS) for ids in (clip, t5)))
 
 
-def _steps(total: int, state: dict[str, Any], path: Path, every: float, what: str) -> Iterator[int]:
-    """The steps that are left; what is in `state` is put back at first, and kept every so many seconds.
+def _steps(
+    options: argparse.Namespace,
+    what: str,
+    state: dict[str, Any],
+    path: Path,
+    saved: Callable[[], None] | None = None,
+) -> Iterator[tuple[int, float]]:
+    """The steps that are left, each with the part of the training that is behind it.
 
-    Every step's random numbers are its own, so that a training that was interrupted ends as one that was not.
+    What is in `state` is put back at first, and kept every so many seconds; then `saved` is called. Every step's random
+    numbers are its own, so that a training of so many steps that was interrupted ends as one that was not.
     """
-    first = 0
+    total = getattr(options, f"{what}_steps")
+    allowed = options.minutes and 60 * options.minutes * SHARES[what]
+    step, spent = 0, 0.0
     if path.is_file():
         kept = torch.load(path, weights_only=True, map_location="cpu")
-        first = kept.pop("step")
+        step, spent = kept.pop("step"), kept.pop("spent")
         for name, one in state.items():
             one.load_state_dict(kept[name])
-        print(f"{what}: goes on from step {first}", flush=True)
-    saved = time.monotonic()
-    for step in range(first, total):
-        yield step
-        if time.monotonic() - saved > every or step + 1 == total:
+        print(f"{what}: goes on from step {step}", flush=True)
+    last = began = time.monotonic()
+    part = spent / allowed if allowed else step / total
+    while part < 1:
+        yield step, part
+        step, now = step + 1, time.monotonic()
+        part = (spent + now - began) / allowed if allowed else step / total
+        if part >= 1 or now - last > options.save_every:
             partial_file = path.with_suffix(".partial")
-            torch.save({"step": step + 1, **{name: one.state_dict() for name, one in state.items()}}, partial_file)
+            values = {name: one.state_dict() for name, one in state.items()}
+            torch.save({"step": step, "spent": spent + now - began, **values}, partial_file)
             os.replace(partial_file, path)
-            saved = time.monotonic()
+            if saved is not None:
+                saved()
+            last = time.monotonic()
+            began += last - now  # neither saving nor scoring is training
 
 
 def _generator(seed: int, stage: int, step: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed((seed * 3 + stage) * 10_000_000 + step)
 
 
-def _rate(step: int, total: int) -> float:
+def _rate(step: int, part: float) -> float:
     """Warm-up, then a cosine to a hundredth."""
-    return min(1.0, (step + 1) / min(200, max(1, total // 10))) * (0.505 + 0.495 * math.cos(math.pi * step / total))
+    return min(1.0, max((step + 1) / 200, 10 * part)) * (0.505 + 0.495 * math.cos(math.pi * part))
+
+
+def _say(what: str, step: int, part: float, loss: Tensor) -> None:
+    if step % 100 == 0:
+        value = loss.item()
+        print(f"{what} {step} ({part:.0%}): {value:.4f}", flush=True)
+        if not math.isfinite(value):
+            raise SystemExit(f"{what}: the loss is {value} at step {step}; begin again with a lower --learning-rate")
 
 
 def train_vae(vae: Any, drawn: Drawn, options: argparse.Namespace, work: Path, device: torch.device) -> None:
     """Trains the VAE in place, and sets its scaling and shift so that latents have mean 0 and deviation 1."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=options.learning_rate, weight_decay=0.0)
     pictures = drawn.pictures.to(device)
-    for step in _steps(
-        options.vae_steps, {"vae": vae, "optimizer": optimizer}, work / "vae.pt", options.save_every, "vae"
-    ):
+    for step, part in _steps(options, "vae", {"vae": vae, "optimizer": optimizer}, work / "vae.pt"):
         generator = _generator(options.seed, 0, step, device)
         chosen = torch.randint(len(pictures), (min(256, options.batch),), generator=generator, device=device)
         images = _as_values(pictures[chosen])
@@ -171,9 +203,8 @@ def train_vae(vae: Any, drawn: Drawn, options: argparse.Namespace, work: Path, d
             shown = vae.decode(posterior.mean + posterior.std * noise).sample
         error = (shown.float() - images).abs().mean() + (shown.float() - images).square().mean()
         loss = error + 3e-4 * posterior.kl().mean() / posterior.mean[0].numel()
-        _update(loss, optimizer, vae.parameters(), options.learning_rate * _rate(step, options.vae_steps))
-        if step % 100 == 0:
-            print(f"vae {step}: {loss.item():.4f}", flush=True)
+        _update(loss, optimizer, vae.parameters(), options.learning_rate * _rate(step, part))
+        _say("vae", step, part, loss)
     latents = encode(vae, pictures[: min(len(pictures), 2000)], device)
     vae.register_to_config(scaling_factor=1 / float(latents.std()), shift_factor=float(latents.mean()))
 
@@ -233,9 +264,18 @@ class Flow(nn.Module):
 
 
 def train_flow(
-    pipeline: Any, latents: Tensor, drawn: Drawn, options: argparse.Namespace, work: Path, device: torch.device
+    pipeline: Any,
+    latents: Tensor,
+    drawn: Drawn,
+    options: argparse.Namespace,
+    work: Path,
+    device: torch.device,
+    saved: Callable[[Any, float], None] | None = None,
 ) -> None:
-    """Trains text encoders and transformer in place: the flow, then guidance; what is kept is a running mean."""
+    """Trains text encoders and transformer in place: the flow, then guidance; what is kept is a running mean.
+
+    `saved` is called with the pipeline so far, and the guidance scale that it draws by.
+    """
     from diffusers import FluxPipeline
 
     count, channels, side, _ = latents.shape
@@ -243,29 +283,40 @@ def train_flow(
     clip, t5 = drawn.clip.to(device), drawn.t5.to(device)
     flow = Flow(pipeline).to(device)
     mean = copy.deepcopy(flow).requires_grad_(False)
-    for stage, name, total in ((1, "flow", options.flow_steps), (2, "guidance", options.guidance_steps)):
+    for stage, name, drawn_at in ((1, "flow", 1.0), (2, "guidance", DRAWN_AT)):
         teacher = copy.deepcopy(mean).eval() if stage == 2 else None
         if stage == 2:
             flow.load_state_dict(mean.state_dict())
         top = options.learning_rate * (1.0 if stage == 1 else 0.3)
         optimizer = torch.optim.AdamW(flow.parameters(), lr=top, betas=(0.9, 0.99), weight_decay=0.01)
         state = {"flow": flow, "mean": mean, "optimizer": optimizer}
-        for step in _steps(total, state, work / f"{name}.pt", options.save_every, name):
+        tell = None if saved is None else partial(_tell, saved, pipeline, mean, drawn_at)
+        for step, part in _steps(options, name, state, work / f"{name}.pt", tell):
             batch = _batch(patches, clip, t5, options, _generator(options.seed, stage, step, device))
             with _autocast(device):
                 wanted = batch.velocity if teacher is None else _guided(teacher, batch, clip[-1, 0], t5[-1, 0])
                 scale = torch.ones_like(batch.scale) if teacher is None else batch.scale
                 loss = F.mse_loss(flow(batch.noisy, batch.sigma, scale, batch.clip, batch.t5).float(), wanted)
-            _update(loss, optimizer, flow.parameters(), top * _rate(step, total))
+            _update(loss, optimizer, flow.parameters(), top * _rate(step, part))
             _follow(mean, flow, min(0.999, (step + 1) / (step + 10)))
-            if step % 100 == 0:
-                print(f"{name} {step}: {loss.item():.4f}", flush=True)
-    for ours, theirs in zip(
-        (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.transformer),
-        (mean.clip, mean.t5, mean.transformer),
-        strict=True,
-    ):
-        ours.load_state_dict(theirs.state_dict())
+            _say(name, step, part, loss)
+    flow.load_state_dict(mean.state_dict())  # which are the pipeline's own modules
+
+
+def _tell(saved: Callable[[Any, float], None], pipeline: Any, mean: Flow, scale: float) -> None:
+    from diffusers import FluxPipeline
+
+    parts = {"text_encoder": mean.clip, "text_encoder_2": mean.t5, "transformer": mean.transformer}
+    saved(FluxPipeline(**{**pipeline.components, **parts}), scale)
+
+
+def save(pipeline: Any, folder: Path) -> None:
+    """Saves it in bfloat16; the given one stays as it is."""
+    from diffusers import FluxPipeline
+
+    whole: Any = FluxPipeline(**{name: copy.deepcopy(part) for name, part in pipeline.components.items()})
+    with atomic_folder(folder) as partial_folder:
+        whole.to(torch.bfloat16).save_pretrained(partial_folder)
 
 
 @dataclass(frozen=True)
@@ -310,7 +361,9 @@ def _follow(mean: nn.Module, model: nn.Module, kept: float) -> None:
     torch._foreach_lerp_(list(mean.parameters()), theirs, 1 - kept)
 
 
-def score(folder: Path, count: int, seed: int, device: torch.device, steps: int = 16) -> dict[str, Any]:
+def score(
+    folder: Path, count: int, seed: int, device: torch.device, steps: int = 16, scale: float = DRAWN_AT
+) -> dict[str, Any]:
     """Fulfilment of held-out prompts by the saved pipeline, and chance: the same images with other prompts."""
     from diffusers import FluxPipeline
 
@@ -322,7 +375,7 @@ def score(folder: Path, count: int, seed: int, device: torch.device, steps: int 
         asked = prompts[start : start + 64]
         generators = [torch.Generator().manual_seed(start + at) for at in range(len(asked))]
         images += pipeline(
-            asked, height=SIDE, width=SIDE, num_inference_steps=steps, guidance_scale=3.5, generator=generators,
+            asked, height=SIDE, width=SIDE, num_inference_steps=steps, guidance_scale=scale, generator=generators,
             max_sequence_length=PROMPT_TOKENS,
         ).images  # fmt: skip
     found = [fulfilment(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
@@ -336,6 +389,7 @@ def score(folder: Path, count: int, seed: int, device: torch.device, steps: int 
         "parts": parts,
         "prompts": count,
         "steps": steps,
+        "guidance_scale": scale,
     }
 
 
