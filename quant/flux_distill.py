@@ -376,6 +376,7 @@ def _record(
         created=now(),
         key=training.key,
         method="qad",
+        learned="velocities",
         seed=training.spec.seed,
         steps=done,
         best_step=best.step if best else 0,

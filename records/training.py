@@ -26,7 +26,7 @@ class Validation(_Strict):
     step: int = Field(ge=0)
     """Optimizer steps done; 0 is the quantized model before training, which is PTQ's."""
     loss: float
-    """Mean cross-entropy of the labels, nats a token."""
+    """Mean cross-entropy of the labels, nats a token; of velocities the mean squared error, which has no unit."""
     kl: float | None = None
     """Mean KL divergence from the teacher, nats a token; None where there is no teacher."""
 
@@ -50,6 +50,8 @@ class TrainingRecord(_Strict):
     key: str = ""
     """Digest of everything that decides the training; a training of the same key is not done twice."""
     method: Literal["qat", "qad"]
+    learned: Literal["tokens", "velocities"] = "tokens"
+    """What the loss is of: tokens, or the velocities of a model that draws."""
     seed: int
     steps: int = Field(ge=0)
     """Optimizer steps done."""
@@ -63,7 +65,7 @@ class TrainingRecord(_Strict):
     best: Validation
     """At best_step."""
     tokens: int = Field(ge=0)
-    """Trained on, padding left out."""
+    """Trained on, padding left out; patches of latents where velocities are learned."""
     seconds: float = Field(ge=0)
     teacher: str | None = None
     """Name of the model whose distributions are learned; None for qat without one."""
@@ -95,8 +97,8 @@ class TrainingStep(_Strict):
     tokens: int
     """Trained on so far."""
     loss: float | None
-    """Training loss of the step, as the method defines it: cross-entropy for qat, the distillation loss for qad; None
-    where it was no number."""
+    """Training loss of the step, as the method defines it: cross-entropy for qat, the distillation loss for qad, the
+    squared error of velocities; None where it was no number."""
     learning_rate: float
     grad_norm: float | None = None
     """Before clipping; None where it was no number."""

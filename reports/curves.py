@@ -43,7 +43,7 @@ def _draw(training: Training) -> str:
             _line(axes, losses, UNJUDGED, "training")
         _line(axes, validations, PASS, "validation")
         _levels(axes, record.start.loss, record.best_step)
-        _frame(axes, "loss, nats a token")
+        _frame(axes, "loss, nats a token" if record.learned == "tokens" else "mean squared error of the velocity")
         if kl:
             axes = figure.add_axes(places[1])
             if beside_kl:

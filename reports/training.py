@@ -79,7 +79,7 @@ def _row(label: str, record: TrainingRecord) -> list[str]:
         str(record.seed),
         figures.count(record.steps),
         figures.count(record.best_step),
-        figures.count(record.tokens),
+        figures.count(record.tokens) + (" patches" if record.learned == "velocities" else ""),
         figures.figure(record.seconds, 1),
         figures.figure(record.start.loss),
         figures.figure(record.best.loss),
@@ -96,14 +96,19 @@ def training_line(training: Training, label: str) -> str:
     stopped = {"max_steps": "", "patience": ", and stopped since it was no longer better"}.get(
         record.stopped, f", and stopped: {record.stopped}"
     )
+    draws = record.learned == "velocities"
     text = (
-        f"{label} was trained for {figures.count(record.steps)} steps ({figures.count(record.tokens)} tokens, "
+        f"{label} was trained for {figures.count(record.steps)} steps ({figures.count(record.tokens)} "
+        f"{'patches' if draws else 'tokens'}, "
         f"{figures.figure(record.seconds, 1)} s, seed {record.seed}){stopped}. Exported is step "
-        f"{figures.count(record.best_step)}: validation loss {figures.figure(record.start.loss)} (PTQ) to "
+        f"{figures.count(record.best_step)}: {'mean squared error of the velocity' if draws else 'validation loss'} "
+        f"{figures.figure(record.start.loss)} (PTQ) to "
         f"{figures.figure(record.best.loss)}"
     )
     if record.start.kl is not None and record.best.kl is not None:
         text += f", KL divergence {figures.figure(record.start.kl)} to {figures.figure(record.best.kl)} nats a token"
+    if draws:
+        return text + ", on prompts that were held out."
     if record.overlap is None:
         return text + "; whether its texts overlap with the evaluation was not looked at."
     return text + (

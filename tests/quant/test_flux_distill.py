@@ -238,6 +238,7 @@ def test_the_exported_checkpoint_is_the_trained_one(folder: Path, tmp_path: Path
     loss = float(nn.functional.mse_loss(found, wanted))
     assert loss == pytest.approx(record.best.loss, rel=0.03)  # what stays unquantized is rounded to bfloat16
     assert loss < record.start.loss
+    assert record.learned == "velocities"
 
 
 @pytest.mark.parametrize(

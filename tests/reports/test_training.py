@@ -19,12 +19,13 @@ from halfbyte.records.record import ModelSummary
 from halfbyte.records.training import CURVES_FILE, OverlapFound
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, load_comparisons
+from halfbyte.reports.curves import training_plots
 from halfbyte.reports.evidence import compare_folders, run_folders
 from halfbyte.reports.html import render_html
 from halfbyte.reports.methods import comparison_file, with_gains
 from halfbyte.reports.policy import load_policy
 from halfbyte.reports.text import render_markdown, render_text
-from halfbyte.reports.training import read_training
+from halfbyte.reports.training import read_training, training_line
 
 BASELINE = flipped(2000, 1200, 0, 0)[0]
 
@@ -118,6 +119,28 @@ def test_the_curves_are_drawn_with_what_they_are_of(runs: list[Path]) -> None:
     assert "KL divergence from the teacher, nats a token" not in words[0]
     assert "KL divergence from the teacher, nats a token" in words[1]
     assert "nan" not in html.lower().split("<figure")[1]
+
+
+def test_what_a_model_that_draws_has_learned_is_no_nats_of_tokens(runs: list[Path]) -> None:
+    found = reported(runs[:3])
+    training = found[-1].training
+    assert training is not None
+    record = training.record.model_copy(
+        update={
+            "learned": "velocities",
+            "start": training.record.start.model_copy(update={"kl": None}),
+            "best": training.record.best.model_copy(update={"kl": None}),
+            "overlap": None,
+        }
+    )
+    validations = [row.model_copy(update={"validation_kl": None}) for row in training.validations]
+    drawn = training.model_copy(update={"record": record, "validations": validations})
+    line = training_line(drawn, "Flux")
+    assert "40,000 patches" in line
+    assert "mean squared error of the velocity 3.5000 (PTQ) to 3.2000, on prompts that were held out." in line
+    (_, svg), *_ = training_plots([found[-1].model_copy(update={"training": drawn})])
+    assert "mean squared error of the velocity" in svg
+    assert "nats" not in line + svg
 
 
 def test_where_training_won_or_harmed_is_said_with_intervals(runs: list[Path]) -> None:
