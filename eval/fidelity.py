@@ -85,7 +85,7 @@ def measure_fidelity(
         key=key,
         baseline=baseline,
         candidate=candidate,
-        text=_describe(spec.source),
+        text=describe_text(spec.source),
         text_digest=text_digest(text),
         window=spec.window,
         dtype=dtype,
@@ -229,7 +229,8 @@ def windows_of(tokenizer: Any, text: str, spec: FidelitySpec) -> list[list[int]]
     return windows
 
 
-def _describe(source: TextSource) -> str:
+def describe_text(source: TextSource) -> str:
+    """Where a text is from, for people."""
     path = Path(source.dataset)
     if path.is_file():
         return path.name
