@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.eval.questions import Questions
+from halfbyte.recipes.data import data_root
 from halfbyte.recipes.schema import EvaluateSpec
 from halfbyte.recipes.texts import load_texts
 
@@ -29,6 +30,7 @@ def question_texts(settings: EvaluateSpec, root: Path | None) -> dict[str, dict[
     Raises:
         UserError: for an unknown task, or data that is not to be had.
     """
+    root = data_root(root)
     found: dict[str, dict[str, str]] = {}
     for spec in settings.tasks:
         asked = found[spec.task] = {}

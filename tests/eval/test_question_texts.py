@@ -37,6 +37,12 @@ def test_the_text_of_fidelity_is_among_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+def test_data_is_looked_for_where_the_environment_says(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFBYTE_DATA", str(data_root))
+    assert len(question_texts(EvaluateSpec.model_validate({"tasks": [{"task": "gsm8k"}]}), None)["gsm8k"]) == 1319
+
+
+@pytest.mark.real
 def test_training_splits_touch_few_questions_of_real_tasks_and_dev_questions_of_mmlu_some(data_root: Path) -> None:
     tasks = [{"task": "gsm8k"}, {"task": "arc_easy"}, {"task": "mmlu_high_school_european_history"}]
     asked = question_texts(EvaluateSpec.model_validate({"tasks": tasks}), data_root)
