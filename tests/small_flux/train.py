@@ -18,6 +18,7 @@ draws. OUT.work has what it goes on from.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import math
 import os
@@ -34,6 +35,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -108,6 +110,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--vae-steps", type=int, default=1000)
     parser.add_argument("--flow-steps", type=int, default=4000)
     parser.add_argument("--guidance-steps", type=int, default=600, help="at the end, to distil guidance")
+    parser.add_argument(
+        "--bf16", action="store_true", help="train the flow in bfloat16: on an H200 its first step failed in cuBLAS"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between states that are kept")
     parser.add_argument("--scored", type=int, default=256, help="held-out prompts")
@@ -224,8 +229,13 @@ def _as_values(pictures: Tensor) -> Tensor:
     return pictures.float() / 127.5 - 1
 
 
-def _autocast(device: torch.device) -> Any:
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+def _autocast(device: torch.device, wanted: bool = True) -> Any:
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted and device.type == "cuda")
+
+
+def _attention(fused: bool) -> Any:
+    """Without fused kernels of attention, unless they are wanted: a hundred tokens gain nothing from them."""
+    return contextlib.nullcontext() if fused else sdpa_kernel(SDPBackend.MATH)
 
 
 def _update(loss: Tensor, optimizer: torch.optim.Optimizer, parameters: Any, rate: float) -> None:
@@ -293,7 +303,7 @@ def train_flow(
         tell = None if saved is None else partial(_tell, saved, pipeline, mean, drawn_at)
         for step, part in _steps(options, name, state, work / f"{name}.pt", tell):
             batch = _batch(patches, clip, t5, options, _generator(options.seed, stage, step, device))
-            with _autocast(device):
+            with _autocast(device, options.bf16), _attention(options.bf16):
                 wanted = batch.velocity if teacher is None else _guided(teacher, batch, clip[-1, 0], t5[-1, 0])
                 scale = torch.ones_like(batch.scale) if teacher is None else batch.scale
                 loss = F.mse_loss(flow(batch.noisy, batch.sigma, scale, batch.clip, batch.t5).float(), wanted)
