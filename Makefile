@@ -1,4 +1,5 @@
 # make demo      install, fetch a small model, quantize it to FP8 and NVFP4, evaluate, decide, write a report
+# make demo-image  the same for a small model that draws, to FP8, NVFP4, and NVFP4 with SVDQuant
 # make test      the tests           make check   format, lint, types, order of the rooms
 # make test-slow the slow ones       make bench   speed measurements
 # make test-gpu  tests on a GPU      make tree    writes the annotated tree of README.md anew
@@ -16,7 +17,7 @@ BESIDE := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses $(WORKERS) --dist loadfile
 # Tests on the real model run where it has been fetched.
 export HALFBYTE_SMOLLM2 ?= $(wildcard $(CURDIR)/$(MODEL))
 
-.PHONY: install model demo test test-slow test-gpu bench check tree
+.PHONY: install model demo demo-image test test-slow test-gpu bench check tree
 
 install: $(INSTALLED)
 
@@ -32,6 +33,10 @@ model: $(INSTALLED)
 # A verdict is a result, and NVFP4 is expected to fail here: only bad input and bugs fail the demo.
 demo: model
 	$(BIN)/halfbyte run demo-fp8 demo-nvfp4 || case $$? in 1|3) ;; *) exit 1 ;; esac
+
+# The small Flux is in the repository: tests/small_flux/train.py has trained it.
+demo-image: $(INSTALLED)
+	$(BIN)/halfbyte run demo-image-fp8 demo-image-nvfp4 demo-image-nvfp4-svdquant || case $$? in 1|3) ;; *) exit 1 ;; esac
 
 test: $(INSTALLED)
 	$(BESIDE) -m 'not gpu and not bench and not slow'
