@@ -3,7 +3,7 @@
     python tests/run_experiments.py models/SmolLM2-135M-Instruct DATA work --until 560 --collect kept
 
 Every job is a command of halfbyte in a process of its own, several at once on each GPU: the most important first, and
-few trainings a GPU at a time. Baselines are evaluated once and found by all in one cache. A job that fails is tried once
+few trainings a GPU at a time. Baselines are evaluated once; all find them in one cache. A job that fails is tried once
 more and then left, with what waits for it. At `--until` seconds the jobs under way are ended, and what is done is
 collected. The same command again goes on. The logs of all jobs are in work/logs, their times in work/jobs.jsonl.
 """
@@ -109,6 +109,7 @@ class Queue:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(self.threads),
             "PYTHONUNBUFFERED": "1",
+            "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
             "TOKENIZERS_PARALLELISM": "false",
             "TQDM_DISABLE": "1",
         }
@@ -184,7 +185,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which jobs are ended")
     parser.add_argument("--gpus", help="as CUDA_VISIBLE_DEVICES has them (0,1); by default all there are")
     parser.add_argument("--trainings", type=int, default=2, help="at once on a GPU")
-    parser.add_argument("--scorings", type=int, default=5, help="at once on a GPU")
+    parser.add_argument("--scorings", type=int, default=6, help="at once on a GPU")
     parser.add_argument("--limit", type=int, help="questions of each task")
     parser.add_argument("--mmlu", type=int, help="questions of each of MMLU's 57 subjects")
     parser.add_argument("--gsm8k", type=int, help="questions of GSM8K")
