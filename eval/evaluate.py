@@ -17,6 +17,7 @@ from halfbyte.records.errors import UserError, disk_full_is_a_user_error
 from halfbyte.records.files import PARTIAL, hold, replace_folder
 from halfbyte.records.record import (
     OUR_TASKS,
+    OWN_TASKS,
     RECORD_FILE,
     SCHEMA_VERSION,
     DamagedRecord,
@@ -48,14 +49,14 @@ def settings_key(
     Args:
         spec: The task.
         settings: The settings all tasks share; `tasks`, `images`, `fidelity`, `canary`, `weights` and `allow_truncated`
-            have no part in it.
+            have no part in it. Nor has `include_path`, of whose content a record keeps a digest.
         model_digest: records.digests.model_digest of the model evaluated.
         device: Kind of device: cpu, cuda.
         dtype: Type to compute in, as resolved: bfloat16, float16, float32.
         repeat: See evaluate_task.
         served: See evaluate_backend.
     """
-    without_effect = {"tasks", "images", "fidelity", "canary", "dtype", "weights", "allow_truncated"}
+    without_effect = {"tasks", "images", "fidelity", "canary", "dtype", "weights", "allow_truncated", "include_path"}
     shared = settings.model_dump(mode="json", exclude=without_effect)
     if settings.server is not None:
         shared["server"] = settings.server.api, served  # the same engine answers the same, wherever it runs
@@ -73,10 +74,17 @@ def _version(package: str) -> str:
         return "none"
 
 
-def data_digests(names: Iterable[str], root: Path | None) -> dict[str, str]:
-    """The digests a record keeps of its data: of the data sets `names`, and of our own task files for OUR_TASKS."""
-    digests = {name: dataset_digest(name, root) for name in names if name not in (*FILE_FORMATS, OUR_TASKS)}
-    return digests | ({OUR_TASKS: folder_digest(TASKS)} if OUR_TASKS in names else {})
+def data_digests(names: Iterable[str], root: Path | None, include_path: str | None = None) -> dict[str, str]:
+    """The digests a record keeps of its data: of the data sets `names`, and of task files.
+
+    Args:
+        names: Of data sets; OUR_TASKS for our own task files, OWN_TASKS for those of the user.
+        root: See recipes.data.data_root.
+        include_path: The user's folder of tasks.
+    """
+    folders = {OUR_TASKS: TASKS} | ({} if include_path is None else {OWN_TASKS: Path(include_path).expanduser()})
+    digests = {name: dataset_digest(name, root) for name in names if name not in (*FILE_FORMATS, OUR_TASKS, OWN_TASKS)}
+    return digests | {name: folder_digest(folder) for name, folder in folders.items() if name in names}
 
 
 def usable_record(output: Path, key: str, settings: EvaluateSpec, root: Path | None) -> EvaluationRecord | None:
@@ -88,7 +96,7 @@ def usable_record(output: Path, key: str, settings: EvaluateSpec, root: Path | N
     if not (output / RECORD_FILE).is_file():
         return None
     record = load_record(output)
-    if record.key != key or record.data != data_digests(record.data, root):
+    if record.key != key or record.data != data_digests(record.data, root, settings.include_path):
         return None
     if record.health.truncated and not settings.allow_truncated:
         raise UserError(

@@ -37,7 +37,7 @@ class Questions:
         self.settings = settings
         self.datasets: list[str] = []
         """The data sets the task was loaded from, by hub id."""
-        self._loaded = load_task(spec.task, root, settings.seed, self.datasets)
+        self._loaded = load_task(spec.task, root, settings.seed, self.datasets, settings.include_path)
         self.tasks: dict[str, Any] = leaves(self._loaded)
         """lm-eval's task objects, by name."""
         self._require_metric()
@@ -66,7 +66,7 @@ class Questions:
                     apply_chat_template=self.settings.apply_chat_template,
                     fewshot_as_multiturn=self.settings.apply_chat_template,
                     gen_kwargs=self._gen_kwargs,
-                    task_manager=find_manager(self.spec.task),
+                    task_manager=find_manager(self.spec.task, self.settings.include_path),
                     random_seed=seed,
                     numpy_random_seed=seed,
                     torch_random_seed=seed,

@@ -15,11 +15,11 @@ from halfbyte.eval.evaluate import data_digests
 from halfbyte.eval.lm import JournaledLM
 from halfbyte.eval.memory import PeakMemory
 from halfbyte.eval.questions import Questions
-from halfbyte.eval.resolve import is_ours
+from halfbyte.eval.resolve import origin
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.errors import UserError
 from halfbyte.records.manifest import hardware, now, package_versions
-from halfbyte.records.record import OUR_TASKS, UNKNOWN, EvaluationRecord, Fingerprint, Health, ModelSummary, Speed
+from halfbyte.records.record import UNKNOWN, EvaluationRecord, Fingerprint, Health, ModelSummary, Speed
 
 
 def record_of(
@@ -78,7 +78,7 @@ def record_of(
     primary = files.primary_metric(spec.metric, metrics)
     files.add_proof(questions.tasks, samples, lm)
     date = datetime.now().isoformat().replace(":", "-")
-    used = [*questions.datasets, *([OUR_TASKS] if is_ours(spec.task) else [])]
+    used = [*questions.datasets, *origin(spec.task, settings.include_path)]
     return EvaluationRecord(
         created=now(),
         key=key,
@@ -98,7 +98,7 @@ def record_of(
         memory_kind=None if memory is None else peak.kind,
         served=served,
         repeat=repeat,
-        data=data_digests(used, root),
+        data=data_digests(used, root, settings.include_path),
     )
 
 

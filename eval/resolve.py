@@ -21,10 +21,11 @@ from tqdm import tqdm
 
 from halfbyte.eval.evaluate import TASKS
 from halfbyte.eval.quick import quick_environment, quick_index, quick_templates
-from halfbyte.recipes.data import cache_of, find_dataset, loading
+from halfbyte.recipes.data import cache_of, find_dataset, folder_digest, loading
 from halfbyte.recipes.schema import EvaluateSpec
 from halfbyte.records.errors import UserError, disk_full_is_a_user_error, unknown_name
 from halfbyte.records.manifest import git_commit
+from halfbyte.records.record import OUR_TASKS, OWN_TASKS
 
 
 class _SilentBar(tqdm):
@@ -53,25 +54,52 @@ def quiet_lm_eval() -> Iterator[None]:
 
 
 @cache
+def _own_manager(folder: Path, content: str) -> TaskManager:  # noqa: ARG001  so that an edited task is read again
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def own_tasks(include_path: str) -> TaskManager:
+    """The index of a user's folder of tasks.
+
+    Raises:
+        UserError: when there is no such folder, or no task in it.
+    """
+    folder = Path(include_path).expanduser().resolve()
+    if not folder.is_dir():
+        raise UserError(f"include_path {include_path} is no folder", "name the folder that holds your tasks' YAML")
+    manager = _own_manager(folder, folder_digest(folder))
+    if not manager.all_tasks:
+        raise UserError(f"include_path {include_path} holds no task", "a task is a YAML file with a `task:` line")
+    return manager
+
+
+@cache
 def task_manager(*, ours_only: bool) -> TaskManager:
     """lm-eval's index of tasks; with its own tasks this reads thousands of files once."""
     with quick_index():
         return TaskManager(include_path=str(TASKS), include_defaults=not ours_only)
 
 
-def find_manager(name: str) -> TaskManager:
+def find_manager(name: str, include_path: str | None = None) -> TaskManager:
     """The index that knows the task, tag or group `name`.
+
+    Args:
+        name: The task's.
+        include_path: A user's folder of tasks, whose names come first.
 
     Raises:
         UserError: when there is none; names the nearest.
     """
+    own = None if include_path is None else own_tasks(include_path)
+    if own is not None and name in own.all_tasks:
+        return own
     ours = task_manager(ours_only=True)
     if name in ours.all_tasks:
         return ours
     every = task_manager(ours_only=False)
     if name in every.all_tasks:
         return every
-    error = unknown_name("task", name, every.all_tasks)
+    error = unknown_name("task", name, [*every.all_tasks, *(own.all_tasks if own is not None else [])])
     near, _, _ = (error.hint or "").partition("known: ")
     raise UserError(error.message, f"{near}`lm-eval ls tasks` lists lm-eval's; ours: {', '.join(ours.all_tasks)}")
 
@@ -87,15 +115,23 @@ def require_tasks(settings: EvaluateSpec) -> None:
     if twice:
         raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
     for name in names:
-        find_manager(name)
+        find_manager(name, settings.include_path)
 
 
-def is_ours(name: str) -> bool:
-    """Whether a task is one of our own files, and not lm-eval's."""
-    return name in task_manager(ours_only=True).all_tasks
+def origin(name: str, include_path: str | None = None) -> list[str]:
+    """What a record says beside its data sets of where a task is from: our files or the user's; nothing for lm-eval."""
+    if include_path is not None and name in own_tasks(include_path).all_tasks:
+        return [OWN_TASKS]
+    return [OUR_TASKS] if name in task_manager(ours_only=True).all_tasks else []
 
 
-def load_task(name: str, root: Path | None, seed: int = 1234, datasets_used: list[str] | None = None) -> list[Any]:
+def load_task(
+    name: str,
+    root: Path | None,
+    seed: int = 1234,
+    datasets_used: list[str] | None = None,
+    include_path: str | None = None,
+) -> list[Any]:
     """lm-eval's objects for a task or group (one), or for a tag (one for each of its tasks).
 
     Python's and numpy's random numbers are seeded first: some tasks shuffle their choices while they load.
@@ -105,16 +141,18 @@ def load_task(name: str, root: Path | None, seed: int = 1234, datasets_used: lis
         root: The data root, see recipes.data.data_root.
         seed: For the order of shuffled choices.
         datasets_used: The names of the data sets it is loaded from are added to it.
+        include_path: See find_manager.
 
     Raises:
         UserError: for an unknown task, a data set that is not to be had, a split it lacks, or no question in it.
     """
-    manager = find_manager(name)
+    manager = find_manager(name, include_path)
+    beside = [TASKS] if include_path is None else [Path(include_path).expanduser().resolve(), TASKS]
     seen: list[_Loaded] = []
     random.seed(seed)
     np.random.seed(seed)
     try:
-        with quiet_lm_eval(), patch.object(datasets, "load_dataset", _loader(root, seen)):
+        with quiet_lm_eval(), patch.object(datasets, "load_dataset", _loader(root, seen, beside)):
             loaded = manager.load([name])
     except KeyError as error:
         if seen and seen[-1].splits is not None and str(error.args[0]) not in seen[-1].splits:
@@ -136,8 +174,10 @@ def load_task(name: str, root: Path | None, seed: int = 1234, datasets_used: lis
     return list(loaded["tasks"].values())
 
 
-def _beside(file: Any) -> Any:
-    return str(TASKS / file) if isinstance(file, str) and (TASKS / file).is_file() else file
+def _beside(file: Any, folders: list[Path]) -> Any:
+    if isinstance(file, str):
+        return next((str(folder / file) for folder in folders if (folder / file).is_file()), file)
+    return file
 
 
 class _Loaded:
@@ -146,7 +186,7 @@ class _Loaded:
         self.splits = splits
 
 
-def _loader(root: Path | None, seen: list[_Loaded]) -> Any:
+def _loader(root: Path | None, seen: list[_Loaded], beside: list[Path]) -> Any:
     """`datasets.load_dataset` with the data root in front of the hub.
 
     In place of the function rather than of the path in each task's configuration: it reaches tasks written in Python
@@ -156,8 +196,8 @@ def _loader(root: Path | None, seen: list[_Loaded]) -> Any:
 
     def load_dataset(path: str, name: str | None = None, *arguments: Any, **options: Any) -> Any:
         files = options.get("data_files")
-        if path == "json" and isinstance(files, dict):  # our own tasks name files that lie beside them
-            options["data_files"] = {split: _beside(file) for split, file in files.items()}
+        if path == "json" and isinstance(files, dict):  # own tasks name files that lie beside them
+            options["data_files"] = {split: _beside(file, beside) for split, file in files.items()}
         with loading(path, root):
             folder = find_dataset(path, root)
             if folder != path:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from halfbyte.recipes.data import folder_digest
 from halfbyte.recipes.problems import validation_error
 from halfbyte.recipes.schema import EvaluateSpec, Recipe
 from halfbyte.records.digests import text_identity, value_digest
@@ -18,7 +19,7 @@ from halfbyte.records.errors import UserError, unknown_name
 SUFFIXES = (".yaml", ".yml")
 
 # Fields whose value may be a file or folder that lies beside the recipe.
-_PATH_FIELDS = ("id", "dataset", "recipe", "policy", "prompts", "control_images")
+_PATH_FIELDS = ("id", "dataset", "recipe", "policy", "prompts", "control_images", "include_path")
 
 
 def shipped_files() -> dict[str, Path]:
@@ -135,6 +136,9 @@ def recipe_digest(recipe: Recipe) -> str:
     others = [*train["sources"], *sampled, *([fidelity["source"]] if fidelity else [])]
     for source in [*content["quantize"]["calibration"]["sources"], *others]:
         source["dataset"] = text_identity(source["dataset"])
+    own_tasks = content["evaluate"].pop("include_path")
+    if own_tasks is not None:
+        content["evaluate"]["include_path"] = folder_digest(Path(own_tasks).expanduser())
     if content["evaluate"]["images"]:
         content["evaluate"]["images"]["prompts"] = text_identity(content["evaluate"]["images"]["prompts"])
     return value_digest(content)
@@ -204,9 +208,9 @@ def _beside(value: Any, folder: Path, key: str | None = None) -> Any:
         return [_beside(one, folder, key) for one in value]
     if isinstance(value, str) and value and key in _PATH_FIELDS:
         path = folder / value
-        # Only models and control images may be folders, and a file's name has a suffix, so that a hub id or the name
-        # of a policy is not taken for a folder that happens to lie there.
-        if (path.is_file() and path.suffix) or (key in ("id", "control_images") and path.is_dir()):
+        # Only models, control images and own tasks may be folders, and a file's name has a suffix, so that a hub id or
+        # the name of a policy is not taken for a folder that happens to lie there.
+        if (path.is_file() and path.suffix) or (key in ("id", "control_images", "include_path") and path.is_dir()):
             return str(path.resolve())
         if key in ("dataset", "prompts") and path.suffix == ".txt" and not Path(value).exists():
             root = Path(str(files("halfbyte.recipes")))

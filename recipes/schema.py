@@ -211,6 +211,9 @@ class EvaluateSpec(Strict):
     seed: int = Field(default=1234, ge=0, lt=2**32)  # numpy takes no other
     tasks: list[TaskSpec] = Field(default_factory=list)
     """lm-eval's tasks, for language models."""
+    include_path: str | None = None
+    """A folder of your own tasks in lm-eval's format, as its --include_path: YAML files, what data files they name, and
+    Python files with their functions. They come before all others of the same name."""
     images: ImagesSpec | None = None
     """For models that draw."""
     fidelity: FidelitySpec | None = None

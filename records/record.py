@@ -28,6 +28,8 @@ METRIC_WEIGHTS = "metric_weights"
 """What the digests of the networks that images are judged through are under in SubtaskFingerprint.generation."""
 OUR_TASKS = "halfbyte/tasks"
 """What the digest of our own task files is under in EvaluationRecord.data."""
+OWN_TASKS = "include_path"
+"""What the digest of a user's folder of tasks is under."""
 MemoryKind = Literal["cuda", "process"]
 """What a peak of memory is of. cuda: the most that CUDA's allocator gave out, on all devices together; process: the
 largest resident size of the process, on a CPU."""

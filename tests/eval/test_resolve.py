@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from halfbyte.eval import resolve
-from halfbyte.eval.resolve import TASKS, find_manager, load_task, require_tasks
+from halfbyte.eval.evaluate import data_digests
+from halfbyte.eval.resolve import TASKS, find_manager, load_task, origin, require_tasks
 from halfbyte.recipes import data
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.errors import UserError
+from halfbyte.records.record import OUR_TASKS, OWN_TASKS
 
 HUB_TASK = """
 task: tiny_hub
@@ -140,3 +142,66 @@ def test_a_later_task_that_is_unknown_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(resolve, "task_manager", lambda **_: ours)  # without lm-eval's thousands of tasks
     with pytest.raises(UserError, match="unknown task 'smock'"):
         require_tasks(EvaluateSpec(tasks=[TaskSpec(task="smoke"), TaskSpec(task="smock")]))
+
+
+OWN_TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: own.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: [{choices}]
+doc_to_target: answer
+process_results: !function own.score
+metric_list:
+  - {{metric: points, aggregation: mean, higher_is_better: true}}
+metadata: {{version: 1.0}}
+"""
+OWN_METRIC = """
+def score(doc, results):
+    chosen = max(range(len(results)), key=lambda index: results[index][0])
+    return {"points": 1.0 if chosen == doc["answer"] else 0.5}
+"""
+
+
+def own_folder(folder: Path, name: str = "mine", choices: str = "a, b") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.yaml").write_text(OWN_TASK.format(name=name, choices=choices), encoding="utf-8")
+    (folder / "own.py").write_text(OWN_METRIC, encoding="utf-8")
+    rows = [{"question": "which", "answer": answer} for answer in (0, 1, 1)]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+def test_a_users_own_task_comes_with_its_data_and_its_metric(tmp_path: Path) -> None:
+    folder = own_folder(tmp_path / "tasks")
+    (task,) = load_task("mine", None, include_path=str(folder))
+    assert [doc["answer"] for doc in task.eval_docs] == [0, 1, 1]
+    assert task.process_results(task.eval_docs[0], [(-1.0, False), (-2.0, False)]) == {"points": 1.0}
+    assert origin("mine", str(folder)) == [OWN_TASKS]
+    assert origin("smoke", str(folder)) == [OUR_TASKS]
+    require_tasks(EvaluateSpec(tasks=[TaskSpec(task="mine"), TaskSpec(task="smoke")], include_path=str(folder)))
+
+
+def test_an_own_task_that_was_edited_is_read_again_and_comes_before_one_of_the_same_name(tmp_path: Path) -> None:
+    folder = own_folder(tmp_path / "tasks")
+    assert load_task("mine", None, include_path=str(folder))[0].doc_to_choice({}) == ["a", "b"]
+    own_folder(folder, name="smoke", choices="c, d")
+    assert load_task("smoke", None, include_path=str(folder))[0].doc_to_choice({}) == ["c", "d"]
+    assert len(load_task("smoke", None)[0].eval_docs) == 200
+
+
+def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no folder"):
+        find_manager("mine", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="holds no task"):
+        find_manager("mine", str(tmp_path))
+
+
+def test_a_record_of_an_own_task_is_that_of_its_files(tmp_path: Path) -> None:
+    folder = own_folder(tmp_path / "tasks")
+    first = data_digests([OWN_TASKS], None, str(folder))
+    assert first[OWN_TASKS]
+    own_folder(folder, choices="c, d")
+    assert data_digests([OWN_TASKS], None, str(folder)) != first
