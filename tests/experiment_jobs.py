@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -111,7 +111,32 @@ def jobs(options: Options) -> list[Job]:
         for job in _trained(model, method, seed, options, tuple(sweep.name for sweep in sweeps))
     ]
     others = [_format_run(model, name, options) for model in models for name in FORMATS if name != "nvfp4"]
-    return [*first, *sweeps, *baselines, *plain, *trainings, *others]
+    return [*first, *sweeps, *baselines, *plain, *trainings, *others, *_reports()]
+
+
+def _reports() -> list[Job]:
+    """A report for each table, when all its runs are done."""
+    found = []
+    for name, runs in report_names().items():
+        output = Path("reports") / name
+        command = report_command(runs, output)
+        job = Job(f"report-{name}", lambda _, command=command: command, output / "comparison.json")  # type: ignore[misc]
+        found.append(replace(job, needs=tuple(runs), codes=VERDICTS))
+    return found
+
+
+def report_names() -> dict[str, list[str]]:
+    """The reports, two a model, and the runs of each."""
+    return {
+        f"{model}-{kind}": names
+        for model in MODELS
+        for kind, names in zip(("formats", "methods"), run_names(model), strict=True)
+    }
+
+
+def report_command(runs: Sequence[str], output: Path) -> list[str]:
+    """`halfbyte report` on several runs."""
+    return _halfbyte("report", *(f"runs/{run}" for run in runs), "--output", str(output))
 
 
 def _halfbyte(command: str, *arguments: str) -> list[str]:

@@ -6,15 +6,16 @@ import json
 import shutil
 import statistics
 import subprocess
-import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiment_jobs import FORMATS, MODELS, run_names, sweep_name
+from experiment_jobs import FORMATS, report_command, report_names, sweep_name
 
 from halfbyte.records.files import write_json, write_text
 
+COMPARISON = "comparison.json"
 COLUMNS = {"mmlu": "MMLU, 5-shot", "gsm8k": "GSM8K, 5-shot", "arc_challenge": "ARC-Challenge", "arc_easy": "ARC-Easy"}
 KL_BOUND, GAP_BOUND = 1 / 2, 1 / 3
 """Of PTQ's KL divergence and of its perplexity above the baseline's, what QAD may have."""
@@ -22,30 +23,31 @@ KEPT = ("recipe.yaml", "manifest.json", "training/training.json", "training/curv
 LOG_LINES = 30
 
 
-def collect(work: Path, output: Path, times: Sequence[dict[str, Any]]) -> None:
-    """Writes what is worth keeping of the runs that are done; nothing of it holds a question's text or a weight."""
+def collect(work: Path, output: Path, times: Sequence[dict[str, Any]], patience: float = 60.0) -> None:
+    """Writes what is worth keeping of the runs that are done; nothing of it holds a question's text or a weight.
+
+    Args:
+        work: Where tests/run_experiments.py worked.
+        output: Folder to write; what is there is replaced.
+        times: What it knows of its jobs.
+        patience: Seconds to wait for reports of tables of which not all runs are done.
+    """
     output = output.resolve()
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    done = {path.parent.name for path in (work / "runs").glob("*/comparison.json")}
-    parts: list[tuple[str, list[str]]] = []
-    for model in MODELS:
-        for kind, names in zip(("formats", "methods"), run_names(model), strict=True):
-            there = [name for name in names if name in done]
-            if there:
-                parts.append((f"{model}-{kind}", there))
-    reports = [(name, there, _report(work, there, output / name)) for name, there in parts]
+    limit = time.monotonic() + patience
+    reports = []
     lines = []
-    for name, there, process in reports:
-        process.communicate()
-        folder = output / name
-        if not (folder / "comparison.json").is_file():
-            lines.append(f"`halfbyte report` of {name} failed with exit code {process.returncode}.\n")
+    for name, runs in report_names().items():
+        there = [run for run in runs if (work / "runs" / run / COMPARISON).is_file()]
+        if not there:
             continue
-        comparisons = _cleaned(folder)["comparisons"]
-        kind = name.rpartition("-")[2]
-        table = formats_table if kind == "formats" else methods_table
+        comparisons = [_read(work / "runs" / run / COMPARISON)["comparisons"][0] for run in there]
+        table = formats_table if name.endswith("formats") else methods_table
         lines += [f"## {name}\n", table(comparisons, there), ""]
+        whole = work / "reports" / name
+        process = None if (whole / COMPARISON).is_file() else _report(work, there, whole.with_name(f"{name}-partial"))
+        reports.append((whole, there, process))
     write_text(output / "tables.md", "\n".join(lines))
     for run in sorted((work / "runs").iterdir()) if (work / "runs").is_dir() else []:
         for file in KEPT:
@@ -55,25 +57,40 @@ def collect(work: Path, output: Path, times: Sequence[dict[str, Any]]) -> None:
     write_json(output / "records.json", [*_records(work)])
     write_text(output / "jobs.md", _jobs_table(times))
     _keep_logs(work, output, times)
+    for whole, runs, process in reports:
+        folder = whole
+        if process is not None:
+            folder = whole.with_name(f"{whole.name}-partial")
+            try:
+                process.wait(max(0.0, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                continue
+        if (folder / COMPARISON).is_file():
+            _keep_report(folder, output / whole.name, runs)
 
 
 def _report(work: Path, runs: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "halfbyte", "report", *(f"runs/{run}" for run in runs), "--output", str(output)]
-    log = (work / "logs" / f"report-{output.name}.log").open("wb")
-    return subprocess.Popen(command, cwd=work, stdout=log, stderr=subprocess.STDOUT)
+    shutil.rmtree(output, ignore_errors=True)
+    command = report_command(runs, output.relative_to(work))
+    with (work / "logs" / f"report-{output.name}.log").open("wb") as log:
+        return subprocess.Popen(command, cwd=work, stdout=log, stderr=subprocess.STDOUT)
 
 
-def _cleaned(folder: Path) -> dict[str, Any]:
-    """Takes questions and answers out of a report's folder; returns its comparison.json."""
-    content: dict[str, Any] = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def _keep_report(folder: Path, output: Path, runs: Sequence[str]) -> None:
+    """Keeps report.md and comparison.json, without the questions and answers that flipped."""
+    content = _read(folder / COMPARISON)
     for one in content["comparisons"]:
         for task in one["tasks"]:
             task["flips"] = []
-    write_text(folder / "comparison.json", json.dumps(content, indent=1) + "\n")
-    for path in folder.iterdir():
-        if path.name not in ("comparison.json", "report.md"):
-            path.unlink()
-    return content
+    write_text(output / COMPARISON, json.dumps(content, indent=1) + "\n")
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    write_text(output / "report.md", f"Runs: {', '.join(runs)}\n\n{text}")
 
 
 def _markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -129,7 +146,8 @@ def methods_table(comparisons: Sequence[dict[str, Any]], runs: Sequence[str]) ->
     rows = [_row("BF16", "baseline", comparisons[:1])]
     for kind in ("ptq", "qat", "qad"):
         if kind in kinds:
-            seeds = "" if kind == "ptq" else f", {len(kinds[kind])} seeds"
+            count = len(kinds[kind])
+            seeds = "" if kind == "ptq" else f", {count} seed{'s' if count > 1 else ''}"
             rows.append(_row(f"NVFP4 {kind.upper()}{seeds}", "candidate", kinds[kind]))
     return _markdown(_headers(), rows) + _bounds(kinds)
 

@@ -183,6 +183,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("work", type=Path, help="folder for all that is made; the same again to go on")
     parser.add_argument("--collect", type=Path, help="folder for what is worth keeping, a few MB")
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which jobs are ended")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds for the last reports, after that")
     parser.add_argument("--gpus", help="as CUDA_VISIBLE_DEVICES has them (0,1); by default all there are")
     parser.add_argument("--trainings", type=int, default=2, help="at once on a GPU")
     parser.add_argument("--scorings", type=int, default=6, help="at once on a GPU")
@@ -264,7 +265,7 @@ def main(given: Sequence[str] | None = None) -> int:
     print(f"{time.monotonic() - started:6.0f} s  {len(queue.done)} done, {len(queue.left)} left, "
           f"{len(queue.waiting)} not begun or not ended", flush=True)  # fmt: skip
     if arguments.collect is not None:
-        collect(work, arguments.collect, read_times(work))
+        collect(work, arguments.collect, read_times(work), arguments.patience)
         print(f"{time.monotonic() - started:6.0f} s  collected in {arguments.collect}", flush=True)
     return 1 if queue.left else 3 if len(queue.done) < len(chosen(jobs(options), arguments.only)) else 0
 
