@@ -16,7 +16,7 @@ from small_flux.train import HELD_OUT
 FOLDER = Path(__file__).parents[2] / "recipes" / "image"
 FIRST = HELD_OUT + 1000
 """The scenes before it score a training."""
-CALIBRATION, EVALUATION = 32, 64
+CALIBRATION, EVALUATION, TRAINING = 32, 64, 256
 
 
 def prompts(count: int, first: int = FIRST) -> list[str]:
@@ -29,9 +29,13 @@ def prompts(count: int, first: int = FIRST) -> list[str]:
 
 
 def files() -> dict[str, str]:
-    """Name and text of each file; no prompt is in both."""
-    found = prompts(CALIBRATION + EVALUATION)
-    parts = {"demo-image-calibration.txt": found[:CALIBRATION], "demo-image-prompts.txt": found[CALIBRATION:]}
+    """Name and text of each file; no prompt is in two of them."""
+    found = prompts(CALIBRATION + EVALUATION + TRAINING)
+    parts = {
+        "demo-image-calibration.txt": found[:CALIBRATION],
+        "demo-image-prompts.txt": found[CALIBRATION : CALIBRATION + EVALUATION],
+        "demo-image-training.txt": found[CALIBRATION + EVALUATION :],
+    }
     return {name: "".join(f"{line}\n" for line in lines) for name, lines in parts.items()}
 
 
