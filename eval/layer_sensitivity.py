@@ -170,7 +170,7 @@ def _require_same_elsewhere(baseline: nn.Module, candidate: nn.Module, swapped: 
             continue
         other = theirs.get(name)
         if other is None or other.shape != parameter.shape or not torch.equal(other, parameter):
-            hint = "this is no checkpoint of that model"
+            hint = "give its own original, opened by quant.load.load(recipe.model) in the recipe's dtype"
             if by != "block":
                 hint = "its smoothing is folded into the layer before; measure by='block', or another checkpoint"
             raise UserError(f"{name} of the candidate differs from the baseline's, and is not quantized", hint)
