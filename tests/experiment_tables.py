@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -68,6 +70,22 @@ def collect(work: Path, output: Path, times: Sequence[dict[str, Any]], patience:
                 continue
         if (folder / COMPARISON).is_file():
             _keep_report(folder, output / whole.name, runs)
+    _without_places(output, work)
+
+
+def _without_places(output: Path, work: Path) -> None:
+    """Takes out where things lie on this machine: what is kept is read on others."""
+    places = {
+        f"{work}/": "",
+        f"{Path(__file__).resolve().parents[1]}/": "",
+        sys.executable: "python",
+        os.environ.get("HALFBYTE_DATA") or "\0": "DATA",
+    }
+    for path in [path for path in output.rglob("*") if path.is_file()]:
+        text = path.read_text(encoding="utf-8")
+        for place, name in places.items():
+            text = text.replace(place, name)
+        write_text(path, text, durable=False)
 
 
 def _report(work: Path, runs: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
