@@ -146,7 +146,7 @@ def _add_quantize(commands: Commands) -> None:
     parser = _command(
         commands,
         "quantize",
-        "quantize",
+        "quantize_command",
         "make a checkpoint from a model and a recipe",
         "  halfbyte quantize demo-nvfp4 --output out/nvfp4\n"
         "  halfbyte quantize demo-fp8 --model path/to/model --output out/fp8 --dry-run",
@@ -228,7 +228,7 @@ def _add_eval(commands: Commands) -> None:
     parser = _command(
         commands,
         "eval",
-        "evaluate",
+        "evaluate_command",
         "evaluate a model or an exported checkpoint on lm-eval tasks, or the images a pipeline draws",
         "  halfbyte eval models/SmolLM2-135M-Instruct --tasks smoke --output out/bf16\n"
         "  halfbyte eval out/nvfp4 --tasks arc_easy,gsm8k --limit 100 --data-root DATA --output out/nvfp4-eval\n"
@@ -299,7 +299,7 @@ def _add_compare(commands: Commands) -> None:
     parser = _command(
         commands,
         "compare",
-        "compare",
+        "compare_command",
         "compare evaluations question by question; never fails on a loss",
         "  halfbyte compare out/bf16 out/fp8 out/nvfp4\n"
         "  halfbyte compare out/bf16 out/nvfp4 --format html --output report",
@@ -314,7 +314,7 @@ def _add_gate(commands: Commands) -> None:
     parser = _command(
         commands,
         "gate",
-        "gate",
+        "gate_command",
         "compare and decide: exit 0 pass, 1 fail, 3 inconclusive, 4 anomaly",
         "  halfbyte gate out/bf16 out/nvfp4 --policy release --junit junit.xml",
     )

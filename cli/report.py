@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfbyte.compare import can_judge, exit_code, rendered
+from halfbyte.compare_command import can_judge, exit_code, rendered
 from halfbyte.records.errors import UserError
 from halfbyte.records.record import find_records, load_record
 from halfbyte.records.run import RunFolder

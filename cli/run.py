@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfbyte.compare import can_judge, exit_code, rendered
+from halfbyte.compare_command import can_judge, exit_code, rendered
 from halfbyte.recipes.find import load_recipe, with_limit
 from halfbyte.recipes.images import IMAGES
 from halfbyte.records.errors import UserError

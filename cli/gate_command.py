@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from halfbyte.compare import rendered
+from halfbyte.compare_command import rendered
 from halfbyte.records.files import write_text
 
 
