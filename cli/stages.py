@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def plan_training(job: Job) -> TrainingPlan | None:
     """What a recipe's training will take, with the time of a step where there is a GPU that has the memory for one.
 
-    None for a recipe that does not train, or that trains a model that draws.
+    None for a recipe that does not train. A step of a model that draws is not timed.
     """
     spec = job.recipe.train
     if spec is None:
@@ -49,9 +49,10 @@ def plan_training(job: Job) -> TrainingPlan | None:
     from halfbyte.quant.training_plan import measure_step, training_plan
 
     if isinstance(job.source, PipelineSource):
-        logger.warning("the training of a model that draws is not planned: its memory and time are not predicted")
-        return None
+        from halfbyte.quant.drawing_plan import drawing_training_plan
 
+        exported, dtype = job.plan.exported_bytes, job.recipe.model.dtype
+        return drawing_training_plan(job.source, job.config, spec, device=job.device, exported=exported, dtype=dtype)
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     exported = job.plan.tensor_bytes
     plan = training_plan(job.source, job.config, spec, device=job.device, exported=exported, devices=devices)

@@ -21,7 +21,7 @@ from halfbyte.quant import ptq
 from halfbyte.quant.learned_scales import learn_scales, scales_fault
 from halfbyte.quant.lora import add_lora
 from halfbyte.quant.shared import share_inputs
-from halfbyte.quant.train import checkpoints_of, finished, put_trained
+from halfbyte.quant.train import checkpoints_of, finished, put_trained, steps_of, warmup_of
 from halfbyte.quant.trajectories import VELOCITY, Row, Trajectories, collate, draw_trajectories
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.quant.whole import Checkpoints, Saved
@@ -64,6 +64,11 @@ class FluxTraining:
     """Digest of the prompts, by the name of their source."""
 
 
+def held_prompts(spec: TrainSpec, count: int) -> int:
+    """Prompts of so many that are held out for validation."""
+    return min(max(1, round(spec.validation.share * count)), spec.validation.samples or count, count - 1)
+
+
 class Steps:
     """Which rows each optimizer step sees, and which are held out, by the seed alone.
 
@@ -83,14 +88,13 @@ class Steps:
             raise UserError(
                 "train.drawn.prompts holds one prompt, and one must be held out for validation", "give two at least"
             )
-        held = min(max(1, round(spec.validation.share * count)), spec.validation.samples or count, count - 1)
+        held = held_prompts(spec, count)
         self._generator = torch.Generator().manual_seed(spec.seed)
         prompts = torch.randperm(count, generator=self._generator).tolist()
         self.held = [prompt * each + step for prompt in sorted(prompts[:held]) for step in range(each)]
         self.rows = torch.tensor([prompt * each + step for prompt in sorted(prompts[held:]) for step in range(each)])
         self.per_step = spec.batch_size * spec.gradient_accumulation
-        wanted = spec.max_steps or math.ceil(cast(float, spec.epochs) * len(self.rows) / self.per_step)
-        self.total = max(1, wanted)
+        self.total = steps_of(spec, len(self.rows))
         epochs = math.ceil(self.total * self.per_step / len(self.rows))
         order = [self.rows[torch.randperm(len(self.rows), generator=self._generator)] for _ in range(epochs)]
         self._order = torch.cat(order)
@@ -258,12 +262,12 @@ class _Loop:
         self.spec, self.model, self.done = spec, training.model, 0
         self.parameters = trained_parameters(self.model)
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=spec.learning_rate, weight_decay=spec.weight_decay
+            self.parameters.values(), lr=spec.learning_rate, weight_decay=spec.weight_decay, fused=True
         )
         self.schedule = get_scheduler(
             "constant_with_warmup" if spec.schedule == "constant" else spec.schedule,
             self.optimizer,
-            num_warmup_steps=math.ceil(spec.warmup * steps.total),
+            num_warmup_steps=warmup_of(spec, steps.total),
             num_training_steps=steps.total,
         )
 

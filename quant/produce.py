@@ -236,17 +236,29 @@ def require_space(job: Job, run: RunFolder) -> None:
 
 
 def _training_bytes(job: Job, run: RunFolder) -> int:
-    """Of the checkpoints that a training has still to write."""
+    """Of what a training has still to write: its checkpoints, and what a teacher that draws leaves for it."""
     spec = job.recipe.train
-    if spec is None or isinstance(job.source, PipelineSource) or (run.training / TRAINING_FILE).is_file():
+    if spec is None or (run.training / TRAINING_FILE).is_file():
         return 0
+    if isinstance(job.source, PipelineSource):
+        return max(0, _drawn_training_bytes(job, job.source) - _bytes_below(run.training))
     from halfbyte.quant.training_memory import compute_type
     from halfbyte.quant.training_plan import divided, most_kept, saved_bytes
 
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     each = saved_bytes(job.source, job.config, divided(spec, compute_type(spec, job.device), devices))
-    there = sum(path.stat().st_size for path in run.training.glob("checkpoints/*/**/*") if path.is_file())
-    return max(0, most_kept(spec) * each - there)
+    return max(0, most_kept(spec) * each - _bytes_below(run.training / "checkpoints"))
+
+
+def _drawn_training_bytes(job: Job, source: PipelineSource) -> int:
+    from halfbyte.quant.drawing_plan import training_bytes
+
+    assert job.recipe.train is not None
+    return training_bytes(source, job.config, job.recipe.train, device=job.device, dtype=job.recipe.model.dtype)
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*/**/*") if path.is_file())
 
 
 def _kept_bytes(job: Job) -> int:

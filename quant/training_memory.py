@@ -214,20 +214,9 @@ def build(
     Raises:
         UserError: when the quantizers are not what the train block asks for.
     """
-    from modelopt.torch.quantization.conversion import replace_quant_module, set_quantizer_by_cfg
-    from modelopt.torch.quantization.nn import TensorQuantizer
-
-    kept = torch.float32 if spec.weights_dtype == "float32" else torch.bfloat16
     with torch.device(device), quiet_upstream():
-        model = make_model(kept)
-        replace_quant_module(model)
-        set_quantizer_by_cfg(model, config["quant_cfg"])
-        for module in model.modules():
-            if isinstance(module, TensorQuantizer) and module.is_enabled and not module.is_mx_format:
-                module.amax = torch.ones((), device=device)
-        _promote(model)
-        if spec.learned_scales:
-            learn_scales(model)
+        model = make_model(kept_type(spec))
+        put_quantizers(model, config, spec, device)
         if spec.lora is not None:
             add_lora(model, spec.lora)
         share_inputs(model)
@@ -235,6 +224,33 @@ def build(
             model.gradient_checkpointing_enable({"use_reentrant": False})
         teacher = make_model(compute).eval().requires_grad_(False) if teacher_here else None
     return Step(spec, model.train(), teacher, device, compute, int(model.config.vocab_size))
+
+
+def kept_type(spec: TrainSpec) -> torch.dtype:
+    """The type that weights are kept in while they are trained."""
+    return torch.float32 if spec.weights_dtype == "float32" else torch.bfloat16
+
+
+def put_quantizers(model: Any, config: dict[str, Any], spec: TrainSpec, device: torch.device) -> None:
+    """Gives a model its quantizers, with ranges of 1, and scales that are learned where the train block says so.
+
+    Args:
+        model: With random weights or none.
+        config: What configs.quant_config made.
+        spec: The train block.
+        device: Where the model is.
+    """
+    from modelopt.torch.quantization.conversion import replace_quant_module, set_quantizer_by_cfg
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    replace_quant_module(model)
+    set_quantizer_by_cfg(model, config["quant_cfg"])
+    for module in model.modules():
+        if isinstance(module, TensorQuantizer) and module.is_enabled and not module.is_mx_format:
+            module.amax = torch.ones((), device=device)
+    _promote(model)
+    if spec.learned_scales:
+        learn_scales(model)
 
 
 def _promote(model: nn.Module) -> None:
@@ -250,11 +266,11 @@ def _promote(model: nn.Module) -> None:
     promote_nvfp4_static_quantizers(model)
 
 
-def _without_values(step: Step) -> Step:
-    """A step built on the meta device as one on a CPU whose tensors have no values; within a FakeTensorMode."""
+def without_values(*models: nn.Module | None) -> None:
+    """Models on the meta device become ones on a CPU whose tensors have no values; within a FakeTensorMode."""
     device = torch.device("cpu")
     made: dict[int, Tensor] = {}
-    for module in (one for model in (step.model, step.teacher) if model is not None for one in model.modules()):
+    for module in (one for model in models if model is not None for one in model.modules()):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None and id(tensor) not in made:
@@ -263,7 +279,6 @@ def _without_values(step: Step) -> Step:
                     made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if known else empty
                 if tensor is not None:
                     table[name] = made[id(tensor)]
-    return replace(step, device=device)
 
 
 def teacher_is_here(spec: TrainSpec) -> bool:
@@ -301,7 +316,8 @@ def count_step(
         raise Unpredictable("which expert sees which token depends on values")  # ModelOpt is left patched by an error
     try:
         with FakeTensorMode():
-            return count(_without_values(step), devices)
+            without_values(step.model, step.teacher)
+            return count(replace(step, device=torch.device("cpu")), devices)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise Unpredictable(f"the step depends on values ({error.func})") from error
 

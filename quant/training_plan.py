@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -64,6 +64,8 @@ class TrainingPlan:
     """Of an optimizer step, measured on the device; None where none was run."""
     changes: tuple[Change, ...] = ()
     """Where it does not fit."""
+    unit: ClassVar[str] = "tokens"
+    """What a row is made of."""
 
     @property
     def tokens(self) -> int:
@@ -81,8 +83,8 @@ class TrainingPlan:
             "method": self.spec.method,
             "devices": self.devices,
             "steps": self.steps,
-            "tokens_per_step": self.tokens,
-            "tokens": None if self.steps is None else self.steps * self.tokens,
+            f"{self.unit}_per_step": self.tokens,
+            self.unit: None if self.steps is None else self.steps * self.tokens,
             "memory": None if self.memory is None else {**asdict(self.memory), "total": self.memory.total},
             "device_bytes": self.capacity,
             "fits": self.fits,
@@ -96,7 +98,7 @@ class TrainingPlan:
         spec = self.spec
         rows = f"{spec.batch_size} x {spec.gradient_accumulation} rows"
         where = "one device" if self.devices == 1 else f"each of {self.devices} devices"
-        lines = [f"training     {spec.method}, {self._steps()} of {rows} on {where}, {self.tokens:,} tokens each"]
+        lines = [f"training     {spec.method}, {self._steps()} of {rows} on {where}, {self.tokens:,} {self.unit} each"]
         if self.memory is None:
             lines.append("memory       not predicted: what a step of this model does depends on its values")
         else:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ import yaml
 from training import write_training
 
 from halfbyte.main import main
-from halfbyte.quant.pipelines import PipelineSource
 from halfbyte.records.training import load_training
-from halfbyte.stages import plan_training
 
 
 @pytest.fixture
@@ -75,12 +72,6 @@ def test_a_dry_run_plans_learned_scales_where_there_are_static_ones_and_refuses_
     static = ["--set", "quantize.preset=NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG", "--device", "cpu", "--json"]
     assert main([*command, *static]) == 0
     assert json.loads(capsys.readouterr().out)["training"]["memory"]["total"] > 0
-
-
-def test_a_plan_says_that_the_training_of_a_model_that_draws_is_not_planned(caplog: pytest.LogCaptureFixture) -> None:
-    job: Any = SimpleNamespace(recipe=SimpleNamespace(train=object()), source=PipelineSource("flux", Path("flux")))
-    assert plan_training(job) is None
-    assert "is not planned" in caplog.text
 
 
 def test_training_on_what_is_evaluated_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from step_memory import allocated_by
 from tiny import make_model
 
 from halfbyte.quant import configs, ptq
@@ -35,7 +36,6 @@ def quant(preset: str = "nvfp4") -> dict[str, Any]:
 
 def allocated(source: Source, config: dict[str, Any], spec: TrainSpec) -> int:
     """Bytes of tensors at the peak of a step on a CPU, by what torch's allocator was asked for."""
-    from torch.profiler import ProfilerActivity, profile
     from transformers import AutoModelForCausalLM
 
     loaded, _ = empty_model(source)
@@ -44,20 +44,7 @@ def allocated(source: Source, config: dict[str, Any], spec: TrainSpec) -> int:
         lambda dtype: AutoModelForCausalLM.from_config(loaded, dtype=dtype),
         config, spec, CPU, compute=torch.float32, teacher_here=here,
     )  # fmt: skip
-    optimizer = step.make_optimizer()
-    step.run(optimizer)
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    models = [step.model, *([step.teacher] if here else [])]
-    held = {id(tensor): tensor for model in models for tensor in (*model.parameters(), *model.buffers())}
-    before = sum(tensor.numel() * tensor.element_size() for tensor in (*held.values(), *states))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        step.run(optimizer)
-    events = [one for one in found.profiler.kineto_results.events() if one.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda one: one.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return before + peak
+    return allocated_by(step)
 
 
 STATIC = "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG"
