@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
+from halfbyte.records.memory import MEMORY_FILE
+
+if TYPE_CHECKING:
+    from halfbyte.reports.comparison import PublishedTable
+    from halfbyte.reports.published import Published
 
 
 def run(args: Namespace) -> int:
-    """Prints the list, a table, or a table beside a comparison that a run, gate or compare wrote."""
-    from halfbyte.reports.comparison import load_comparisons
+    """Prints the list, a table, or a table beside a comparison or measurement of memory that a command wrote."""
     from halfbyte.reports.published import (
-        beside,
         described,
         measured_any,
         overlay_rows,
@@ -37,7 +42,7 @@ def run(args: Namespace) -> int:
             )
         return 0
     published = published_table(args.table)
-    overlays = [] if args.run is None else [(one.label, beside(published, one)) for one in load_comparisons(args.run)]
+    overlays = [] if args.run is None else _overlays(published, args.run)
     if args.json:
         content = published.model_dump(mode="json")
         print(dumps(content if args.run is None else [one.model_dump(mode="json") for _, one in overlays]), end="")
@@ -47,6 +52,23 @@ def run(args: Namespace) -> int:
         shown = aligned(overlay_rows(one, label)) if measured_any(one) else "The run measured nothing of this table."
         print(f"\n{shown}")
     return 0
+
+
+def _overlays(published: Published, folder: Path) -> list[tuple[str, PublishedTable]]:
+    """The table with what a folder holds of it, by the name of what was measured."""
+    from halfbyte.reports.comparison import load_comparisons
+    from halfbyte.reports.memory import beside_memory, is_of_memory, read_memory
+    from halfbyte.reports.published import beside
+
+    if not is_of_memory(published):
+        return [(one.label, beside(published, one)) for one in load_comparisons(folder)]
+    record = read_memory(folder)
+    if record is None:
+        raise UserError(
+            f"{folder} holds no {MEMORY_FILE}",
+            "measure it with `halfbyte memory`, and name the run folder that it says",
+        )
+    return [(f"{record.rows[0].model}, {record.height} x {record.width} pixels", beside_memory(published, record))]
 
 
 def _named(benchmarks: list[str]) -> str:

@@ -94,7 +94,8 @@ class Asked:
         answered = known.get("out_channels") or known["in_channels"]
         each = self.patches * (known["in_channels"] + answered) + 1
         once = self.length * known["joint_attention_dim"] + known["pooled_projection_dim"]
-        return size * (steps * each + once + 3 * (self.patches + self.length) + bool(known.get("guidance_embeds")))
+        places = 3 * (self.patches + self.length)
+        return int(size * (steps * each + once + places + bool(known.get("guidance_embeds"))))
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ def _promote(model: nn.Module) -> None:
 def without_values(*models: nn.Module | None) -> None:
     """Models on the meta device become ones on a CPU whose tensors have no values; within a FakeTensorMode."""
     device = torch.device("cpu")
-    made: dict[int, Tensor] = {}
+    made: dict[int, Any] = {}
     for module in (one for model in models if model is not None for one in model.modules()):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():

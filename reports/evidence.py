@@ -23,6 +23,7 @@ from halfbyte.records.run import RunFolder
 from halfbyte.reports.compare import compare
 from halfbyte.reports.comparison import Comparison, Layer
 from halfbyte.reports.gate import judge
+from halfbyte.reports.memory import memory_tables, read_memory
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.published import beside, published_table
 from halfbyte.reports.training import read_training
@@ -91,6 +92,7 @@ def with_evidence(comparison: Comparison, run: RunFolder | None, published: str 
         # Once more: a trained candidate may be better than its baseline, and its name is another.
         comparison = judge(comparison, comparison.policy)
     tables = [] if published is None else [beside(published_table(published), comparison)]
+    tables += memory_tables(None if run is None else read_memory(run.root), comparison.baseline.name)
     return comparison.model_copy(update={"published": tables})
 
 
