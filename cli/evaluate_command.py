@@ -19,7 +19,7 @@ from halfbyte.records.files import dumps
 from halfbyte.records.manifest import hardware
 from halfbyte.records.noise import load_noise
 from halfbyte.records.record import EvaluationRecord, load_record
-from halfbyte.sides import Side, cached_folder, evaluate_into, identify, measure_noise, whole_record
+from halfbyte.sides import Side, cached_folder, evaluate_into, identify, measure_noise, require_distinct, whole_record
 
 if TYPE_CHECKING:
     from halfbyte.eval.plan import TaskPlan
@@ -80,9 +80,6 @@ def _settings(args: Namespace) -> EvaluateSpec:
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     if not names:
         raise UserError("--tasks names no task", "give lm-eval tasks, separated by commas")
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
     for name in names:
         if name.startswith(".") or "/" in name or " " in name:  # it names a folder
             raise UserError(f"task '{name}' is no name of a task", "names have no slash, no space and no dot in front")
@@ -98,7 +95,9 @@ def _settings(args: Namespace) -> EvaluateSpec:
             for name in names
         ],
     }
-    return load_evaluation(block, args.set)
+    settings = load_evaluation(block, args.set)
+    require_distinct(settings)
+    return settings
 
 
 def _open(args: Namespace) -> Loaded:

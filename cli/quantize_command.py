@@ -18,7 +18,7 @@ def run(args: Namespace) -> int:
         overrides.append(f"model.id={json.dumps(args.model, ensure_ascii=False)}")  # quoted: 123 is a name too
     recipe = load_recipe(args.recipe, overrides)
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in the recipe should not
-    from halfbyte.stages import make_checkpoint, print_plan
+    from halfbyte.stages import make_in_folder, print_plan
 
     job = produce.prepare(recipe, args.device, read_ahead=not args.dry_run)
     if args.dry_run:
@@ -27,12 +27,7 @@ def run(args: Namespace) -> int:
     if not args.quiet:
         print(f"{recipe.name}: {job.source.name}\n{job.plan}", file=sys.stderr)
     folder = RunFolder(args.output)
-    if not args.force:
-        produce.require_own_folder(job, folder, force=False)  # before the lock makes the folder
-    with folder.lock():
-        if args.force:
-            produce.require_own_folder(job, folder, force=True)
-        summary = make_checkpoint(job, folder, args.data_root)
+    summary = make_in_folder(job, folder, args.data_root, force=args.force)
     if args.json:
         print(dumps({"checkpoint": str(folder.checkpoint), **summary.model_dump()}), end="")
     else:

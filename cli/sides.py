@@ -289,6 +289,7 @@ def evaluate_into(
     Raises:
         UserError: see eval.evaluate.evaluate_backend.
     """
+    require_distinct(settings)
     root = find_root(data_root)
     folders = [output / spec.task for spec in settings.tasks]
     waiting = [
@@ -310,6 +311,18 @@ def evaluate_into(
         else:
             side.evaluate(spec, settings, folder, data_root)
     return folders
+
+
+def require_distinct(settings: EvaluateSpec) -> None:
+    """Refuses a task that is named twice, since each has one folder.
+
+    Raises:
+        UserError: naming it.
+    """
+    names = [spec.task for spec in settings.tasks]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
 
 
 def _taken(spec: TaskSpec, folder: Path, side: Side, settings: EvaluateSpec, data_root: Path | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from dataclasses import replace
@@ -96,6 +97,29 @@ def make_checkpoint(job: Job, folder: RunFolder, data_root: Path | None) -> Mode
 
         questions = question_texts(job.recipe.evaluate, data_root)
     return produce.produce(job, folder, data_root=data_root, questions=questions)
+
+
+def make_in_folder(job: Job, folder: RunFolder, data_root: Path | None, *, force: bool) -> ModelSummary:
+    """As make_checkpoint, in a folder that is this recipe's alone meanwhile; of several processes the first locks it.
+
+    Args:
+        job: The recipe made ready.
+        folder: Where.
+        data_root: See recipes.data.data_root.
+        force: Whether what another run wrote there is replaced.
+
+    Raises:
+        UserError: when the folder belongs to another recipe or another process; see make_checkpoint.
+    """
+    from halfbyte.quant import produce
+
+    leads = os.environ.get("RANK", "0") == "0"
+    if not force:
+        produce.require_own_folder(job, folder, force=False)  # before the lock makes the folder
+    with folder.lock() if leads else contextlib.nullcontext():
+        if force and leads:
+            produce.require_own_folder(job, folder, force=True)
+        return make_checkpoint(job, folder, data_root)
 
 
 def require_verified(folder: RunFolder, digest: str, job: Job) -> None:

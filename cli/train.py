@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -31,7 +30,7 @@ def run(args: Namespace) -> int:
             "`halfbyte quantize` makes its checkpoint; `halfbyte recipes smollm2-135m-nvfp4-qad` prints a train block",
         )
     from halfbyte.quant import produce  # torch and ModelOpt take seconds; a typo in the recipe should not
-    from halfbyte.stages import make_checkpoint, print_plan
+    from halfbyte.stages import make_in_folder, print_plan
 
     job = produce.prepare(recipe, args.device, read_ahead=not args.dry_run)
     if args.dry_run:
@@ -41,12 +40,7 @@ def run(args: Namespace) -> int:
     if leads and not args.quiet:
         print(f"{recipe.name}: {job.source.name}\n{job.plan}", file=sys.stderr)
     folder = RunFolder(args.output or Path("runs") / recipe.name)
-    if not args.force:
-        produce.require_own_folder(job, folder, force=False)  # before the lock makes the folder
-    with folder.lock() if leads else contextlib.nullcontext():
-        if args.force and leads:
-            produce.require_own_folder(job, folder, force=True)
-        summary = make_checkpoint(job, folder, args.data_root)
+    summary = make_in_folder(job, folder, args.data_root, force=args.force)
     if leads:
         _conclude(folder, summary.model_dump(), as_json=args.json)
     return 0
