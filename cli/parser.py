@@ -42,6 +42,7 @@ def build_parser() -> ArgumentParser:
     _add_recipes(commands)
     _add_policies(commands)
     _add_cache(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -362,13 +363,14 @@ def _add_table(commands: Commands) -> None:
         "table",
         "table",
         "list the published tables, or print one, with a run's figures beside it",
-        "  halfbyte table\n  halfbyte table blog1_table1_deepseek_r1 --run runs/deepseek-r1-nvfp4",
+        "  halfbyte table\n  halfbyte table march-2025-table-1\n  halfbyte table march-2025-table-1 --with runs/deepseek-r1-nvfp4",
     )
-    parser.add_argument("table", nargs="?", metavar="TABLE", help="the id of a published table")
+    parser.add_argument("table", nargs="?", metavar="TABLE", help="a published table, by id or name")
     parser.add_argument(
-        "--run",
+        "--with",
+        dest="run",
         type=Path,
-        metavar="DIR",
+        metavar="RUN",
         help="a folder that holds comparison.json: of `run`, `report` or `compare --output`",
     )
 
@@ -378,7 +380,7 @@ def _add_recipes(commands: Commands) -> None:
         commands,
         "recipes",
         "catalogue",  # cli/recipes.py would hide the room halfbyte.recipes
-        "list the shipped recipes, or print one",
+        "list the shipped recipes, or print one with what to know before it is run",
         "  halfbyte recipes\n  halfbyte recipes demo-fp8 > mine.yaml\n  halfbyte recipes demo-nvfp4 --resolved",
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
@@ -412,3 +414,13 @@ def _add_cache(commands: Commands) -> None:
     parser.add_argument("name", nargs="*", metavar="NAME", help="entries by name, its beginning, or a pattern with *")
     parser.add_argument("--older-than", type=_days, metavar="DAYS", help="only what was not used for so many days")
     parser.add_argument("--all", action="store_true", help="everything")
+
+
+def _add_doctor(commands: Commands) -> None:
+    _command(
+        commands,
+        "doctor",
+        "doctor",
+        "look at what is installed and how it runs on this machine; exit 2 when something does not, with its fix",
+        "  halfbyte doctor\n  halfbyte doctor --json",
+    )

@@ -36,10 +36,11 @@ OPTIONS = {
     "dequantize": "--dtype --json --output --quiet checkpoint",
     "report": "--json --output --policy --published --quiet run",
     "power": "--json --policy --quiet --tasks records",
-    "table": "--json --quiet --run table",
+    "table": "--json --quiet --with table",
     "recipes": "--json --quiet --resolved --set recipe",
     "policies": "--json --quiet policy",
     "cache": "--all --json --older-than --quiet action name",
+    "doctor": "--json --quiet",
 }
 
 
