@@ -3,6 +3,7 @@
 # make test      the tests           make check   format, lint, types, order of the rooms
 # make test-slow the slow ones       make bench   speed measurements
 # make test-gpu  tests on a GPU      make tree    writes the annotated tree of README.md anew
+# make docs      the documents as a site, strictly
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -17,14 +18,14 @@ BESIDE := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses $(WORKERS) --dist loadfile
 # Tests on the real model run where it has been fetched.
 export HALFBYTE_SMOLLM2 ?= $(wildcard $(CURDIR)/$(MODEL))
 
-.PHONY: install model demo demo-image test test-slow test-gpu bench check tree
+.PHONY: install model demo demo-image test test-slow test-gpu bench check docs tree
 
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,gguf,image,notebooks]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,gguf,image,notebooks]'
 	touch $@
 
 model: $(INSTALLED)
@@ -60,6 +61,10 @@ check: $(INSTALLED)
 	rm -rf build
 	MYPYPATH=.typecheck $(BIN)/mypy
 	PYTHONPATH=.typecheck $(BIN)/lint-imports
+
+# The documents as a site in site/, which needs no network; a warning or a dead link is an error.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 tree: $(INSTALLED)
 	$(BIN)/python tests/readme_tree.py
