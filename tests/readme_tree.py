@@ -10,16 +10,21 @@ from pathlib import Path
 
 import yaml
 
+from halfbyte.recipes.find import list_recipes
 from halfbyte.records.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("records", "recipes", "quant", "eval", "reports", "cli")
 SUFFIXES = (".py", ".yaml", ".txt", ".jsonl", ".j2")
 UNNAMED = ("__init__.py", "py.typed")
+RECIPES = dict(list_recipes())
 # Files that cannot say it themselves.
 TEXTS = {
     "calibration-prompts.txt": "prompts that a model that draws is calibrated with",
     "evaluation-prompts.txt": "1,000 other prompts that both sides draw",
+    "demo-image-calibration.txt": "prompts of coloured shapes that the demo of images is calibrated with",
+    "demo-image-prompts.txt": "other such prompts, which both sides draw",
+    "demo-image-training.txt": "and others, which QAD draws",
     "demo-calibration.txt": "plain paragraphs the demo's activations are measured on",
     "report.html.j2": "the page of the one-file HTML report",
     "smoke.jsonl": "its 200 questions, written for halfbyte",
@@ -37,6 +42,8 @@ def phrase(path: Path) -> str:
     if path.suffix == ".py":
         sentence = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
         return " ".join(sentence.split()).rstrip(".")
+    if path.suffix == ".yaml" and path.stem in RECIPES:
+        return RECIPES[path.stem].rstrip(".")
     if path.suffix == ".yaml":
         described = next((line for line in text.splitlines() if line.startswith("description:")), None)
         if described is not None:
