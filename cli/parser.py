@@ -28,6 +28,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"halfbyte {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
+    _add_plan(commands)
     _add_quantize(commands)
     _add_train(commands)
     _add_verify(commands)
@@ -43,6 +44,7 @@ def build_parser() -> ArgumentParser:
     _add_policies(commands)
     _add_cache(commands)
     _add_doctor(commands)
+    _add_init(commands)
     return parser
 
 
@@ -100,6 +102,10 @@ def _add_set(parser: ArgumentParser, of: str = "the recipe") -> None:
 
 def _add_work(parser: ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default cuda where there is one")
+    _add_data_root(parser)
+
+
+def _add_data_root(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--data-root",
         type=Path,
@@ -141,6 +147,31 @@ def _add_run(commands: Commands) -> None:
         "evaluated of the baseline stays in the cache (`halfbyte cache`)",
     )
     _add_repeat(parser)
+
+
+def _add_plan(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "plan",
+        "plan",
+        "say before a machine is rented what a recipe takes: size, memory, tokens, hours, and what its gate will see",
+        "  halfbyte plan smollm2-135m-nvfp4 --data-root DATA\n"
+        "  halfbyte plan llama-3.3-70b-nvfp4 --device H200\n"
+        "  halfbyte plan mine.yaml --set model.id=FOLDER_WITH_CONFIG_JSON --throughput scored=9600,generated=2700 --json",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
+    _add_set(parser)
+    parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N questions of every task")
+    parser.add_argument(
+        "--throughput",
+        metavar="KIND=N",
+        help="tokens a second you reckon with: scored, generated, calibrated, trained, separated by commas",
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="measure the speeds here, by a few passes with random weights"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N of this machine, or one to plan for: H200, RTX-5090, ...")
+    _add_data_root(parser)
 
 
 def _add_quantize(commands: Commands) -> None:
@@ -363,7 +394,7 @@ def _add_table(commands: Commands) -> None:
         "table",
         "table",
         "list the published tables, or print one, with a run's figures beside it",
-        "  halfbyte table\n  halfbyte table march-2025-table-1\n  halfbyte table march-2025-table-1 --with runs/deepseek-r1-nvfp4",
+        "  halfbyte table\n  halfbyte table march-2025-table-1 --with runs/deepseek-r1-nvfp4",
     )
     parser.add_argument("table", nargs="?", metavar="TABLE", help="a published table, by id or name")
     parser.add_argument(
@@ -423,4 +454,19 @@ def _add_doctor(commands: Commands) -> None:
         "doctor",
         "look at what is installed and how it runs on this machine; exit 2 when something does not, with its fix",
         "  halfbyte doctor\n  halfbyte doctor --json",
+    )
+
+
+def _add_init(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "init",
+        "init",
+        "write a starter recipe for a model, after a look at its configuration and tokenizer; no weight is read",
+        "  halfbyte init models/SmolLM2-135M-Instruct\n"
+        "  halfbyte init meta-llama/Llama-3.1-8B-Instruct --output mine.yaml",
+    )
+    parser.add_argument("model", metavar="MODEL", help="hub id, model folder, GGUF file, or folder of a Flux pipeline")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the recipe's file; by default of the model's name; not replaced"
     )

@@ -24,6 +24,7 @@ HEAVY = ("torch", "transformers", "lm_eval", "scipy", "matplotlib", "modelopt", 
 # What is not here can be said in a recipe. An option is added to this list on purpose or not at all.
 OPTIONS = {
     "run": "--data-root --device --dry-run --force --json --limit --output --quiet --repeat-baseline --set recipe",
+    "plan": "--data-root --device --json --limit --measure --quiet --set --throughput recipe",
     "quantize": "--data-root --device --dry-run --force --json --model --output --quiet --set recipe",
     "train": "--data-root --device --dry-run --force --json --output --quiet --set recipe",
     "eval": "--allow-truncated --apply-chat-template --batch-size --data-root --device --dry-run --dtype --json "
@@ -41,6 +42,7 @@ OPTIONS = {
     "policies": "--json --quiet policy",
     "cache": "--all --json --older-than --quiet action name",
     "doctor": "--json --quiet",
+    "init": "--json --output --quiet model",
 }
 
 
