@@ -10,7 +10,7 @@ from halfbyte.records.files import dumps
 
 
 def run(args: Namespace) -> int:
-    """Prints the list, a recipe's file, or with --resolved, --set or --json the validated whole of it."""
+    """Prints the list, a recipe's file with its facts, or with --resolved, --set or --json the whole of it."""
     if args.recipe is None:
         if args.set or args.resolved:
             raise UserError("--set and --resolved need a recipe", "halfbyte recipes NAME --resolved")
@@ -25,5 +25,9 @@ def run(args: Namespace) -> int:
     elif args.resolved or args.set:
         print(resolved_yaml(load_recipe(args.recipe, args.set)), end="")
     else:
-        print(recipe_text(args.recipe), end="")
+        text = recipe_text(args.recipe)
+        print(text if text.endswith("\n") else f"{text}\n", end="")
+        recipe = load_recipe(args.recipe)
+        if recipe.facts is not None:  # as comments, so that the output is still the recipe
+            print("".join(f"# {line}\n" for line in recipe.facts.lines(trains=recipe.train is not None)), end="")
     return 0

@@ -29,17 +29,13 @@ def run(args: Namespace) -> int:
 
     if args.table is None:
         if args.run is not None:
-            raise UserError("--run needs a table to lay it over", "halfbyte table ID --run FOLDER")
+            raise UserError("--with needs a table to lay the run over", "halfbyte table march-2025-table-1 --with RUN")
         tables = published_tables().values()
         if args.json:
             print(dumps([one.model_dump(mode="json") for one in tables]), end="")
         else:
-            width = max(len(one.id) for one in tables)
-            print(
-                "\n".join(
-                    f"{one.id:{width}}  {one.model or 'several models'}: {_named(one.benchmarks)}" for one in tables
-                )
-            )
+            width = max(len(one.name) for one in tables)
+            print("\n".join(f"{one.name:{width}}  {one.about}: {_named(one.benchmarks)}" for one in tables))
         return 0
     published = published_table(args.table)
     overlays = [] if args.run is None else _overlays(published, args.run)
@@ -47,7 +43,7 @@ def run(args: Namespace) -> int:
         content = published.model_dump(mode="json")
         print(dumps(content if args.run is None else [one.model_dump(mode="json") for _, one in overlays]), end="")
         return 0
-    print(f"{published.model or 'several models'}\n\n{aligned(published_rows(published))}\n\n{described(published)}")
+    print(f"{published.about}\n\n{aligned(published_rows(published))}\n\n{described(published)}")
     for label, one in overlays:
         shown = aligned(overlay_rows(one, label)) if measured_any(one) else "The run measured nothing of this table."
         print(f"\n{shown}")

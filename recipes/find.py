@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ from halfbyte.records.digests import text_identity, value_digest
 from halfbyte.records.errors import UserError, unknown_name
 
 SUFFIXES = (".yaml", ".yml")
+_NO_CHANGES = ("base", "name", "facts", "published")
 
 # Fields whose value may be a file or folder that lies beside the recipe.
 _PATH_FIELDS = ("id", "dataset", "recipe", "policy", "prompts", "control_images", "include_path")
@@ -50,7 +51,7 @@ def find_recipe(name_or_path: str) -> Path:
 
 def list_recipes() -> list[tuple[str, str]]:
     """Name and one-line description of each shipped recipe, sorted by name."""
-    return [(name, str(_read(path).get("description", ""))) for name, path in shipped_files().items()]
+    return [(name, _description(_read(path))) for name, path in shipped_files().items()]
 
 
 def recipe_text(name_or_path: str) -> str:
@@ -127,9 +128,9 @@ def recipe_digest(recipe: Recipe) -> str:
     """SHA-256 of what a recipe asks for.
 
     A local text counts by its content, so the digest is the same on another machine and changes with the text.
-    The description does not count.
+    The description and the facts do not count.
     """
-    content = recipe.model_dump(mode="json", exclude={"description"})
+    content = recipe.model_dump(mode="json", exclude={"description", "facts"})
     fidelity = content["evaluate"]["fidelity"]
     train = content["train"] or {"sources": [], "sampled": None}
     sampled = [train["sampled"]["prompts"]] if train["sampled"] and train["sampled"]["prompts"] else []
@@ -171,21 +172,48 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _with_base(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """A recipe laid over the one its `base` names: mappings are merged, everything else replaces."""
+    """A recipe laid over the one its `base` names: mappings are merged, everything else replaces.
+
+    Its name, unless it gives one, is its file's; the facts of a shipped recipe are of the model they were written for.
+    """
     if path in above:
         chain = " -> ".join(str(one) for one in (*above, path))
         raise UserError(f"recipes are each other's base: {chain}", "take one `base` line out")
     content = _read(path)
+    described = _description(content)
     base = content.pop("base", None)
     content = cast("dict[str, Any]", _beside(content, path.parent))
     if base is None:
         return content
     if not isinstance(base, str):
         raise UserError(f"{path}: base is {base!r}: it must be the name or path of a recipe")
-    content.setdefault("description", f"{base}, with changes of its own.")
+    content = {"name": path.stem, "description": described, **content}
     near = path.parent / base
     under = near if base.endswith(SUFFIXES) and near.is_file() else find_recipe(base)
-    return _merged(_with_base(under, (*above, path)), content)
+    below = _with_base(under, (*above, path))
+    if "model" in content and path.resolve() not in map(Path.resolve, shipped_files().values()):
+        below.pop("facts", None)
+    return _merged(below, content)
+
+
+def _description(content: dict[str, Any]) -> str:
+    """A recipe's own, or what it changes of its base."""
+    if "description" in content or "base" not in content:
+        return str(content.get("description", ""))
+    changed = [f"{key} {value}" for key, value in _leaves(content) if key.partition(".")[0] not in _NO_CHANGES]
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    base = Path(str(content["base"])).name.removesuffix(".yaml").removesuffix(".yml")
+    return f"{base} with {', '.join(changed[:3]) or 'nothing changed'}{more}."
+
+
+def _leaves(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{key}", "of its own"
+        elif value is not None:  # what is taken out, something else replaces
+            yield f"{prefix}{key}", value
 
 
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

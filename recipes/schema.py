@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from halfbyte.recipes.facts import FactsSpec
 from halfbyte.recipes.images import DrawnSpec, ImagesSpec
 from halfbyte.recipes.sources import ModelSpec, Strict, TextSource
 from halfbyte.recipes.training import TrainSpec
@@ -16,6 +17,7 @@ __all__ = [
     "CalibrationSpec",
     "CanarySpec",
     "EvaluateSpec",
+    "FactsSpec",
     "FidelitySpec",
     "GateSpec",
     "ImagesSpec",
@@ -259,7 +261,9 @@ class Recipe(Strict):
     evaluate: EvaluateSpec
     gate: GateSpec = GateSpec()
     published: str | None = None
-    """The id of a published table to lay beside the results; `halfbyte table` lists them."""
+    """A published table, by id or name, to lay beside the results; `halfbyte table` lists them."""
+    facts: FactsSpec | None = None
+    """What to know before it is run; changes nothing."""
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Recipe:

@@ -45,6 +45,8 @@ class Published(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     id: str
+    alias: str | None = None
+    """A name that is easier to remember: march-2025-table-1."""
     model: str | None = None
     unit: str
     benchmarks: list[str]
@@ -59,6 +61,16 @@ class Published(BaseModel):
     seen: str
     confidence: str
     warning: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What to call it by: its alias, where it has one."""
+        return self.alias or self.id
+
+    @property
+    def about(self) -> str:
+        """Whose figures it has."""
+        return self.model or "several models"
 
     @field_validator("rows")
     @classmethod
@@ -80,12 +92,13 @@ def published_tables() -> dict[str, Published]:
 
 
 def published_table(name: str) -> Published:
-    """One published table.
+    """One published table, by its id or alias.
 
     Raises:
-        UserError: for an unknown id; names the nearest.
+        UserError: for an unknown one; names the nearest.
     """
-    known = published_tables()
+    tables = published_tables()
+    known = tables | {one.alias: one for one in tables.values() if one.alias is not None}
     if name not in known:
         raise unknown_name("published table", name, known)
     return known[name]

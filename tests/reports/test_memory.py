@@ -45,7 +45,7 @@ def test_tables_of_memory_are_those_of_the_model_alone() -> None:
 
 
 def test_the_command_lays_a_measurement_beside_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["table", "blog1_table4_flux_vram", "--run", str(tmp_path)]
+    command = ["table", "blog1_table4_flux_vram", "--with", str(tmp_path)]
     assert main(command) == 2
     assert "holds no memory.json" in capsys.readouterr().err
     record().save(tmp_path / MEMORY_FILE)

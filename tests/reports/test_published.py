@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from record_factory import flipped, model, write_record, write_run, write_training
 
 from halfbyte.main import main
@@ -42,6 +43,30 @@ def test_a_row_of_another_length_is_refused() -> None:
 def test_an_unknown_table_names_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean 'blog1_table1_deepseek_r1'"):
         published_table("blog1_table1_deepseek")
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_the_tables_of_march_2025_have_names_by_their_number(number: int) -> None:
+    table = published_table(f"march-2025-table-{number}")
+    assert table.id.startswith(f"blog1_table{number}_")
+    assert table == TABLES[table.id]
+
+
+def test_no_name_stands_for_two_tables() -> None:
+    names = [*TABLES, *(table.alias for table in TABLES.values() if table.alias is not None)]
+    assert len(set(names)) == len(names)
+
+
+def test_the_facts_are_those_that_were_gathered(data_root: Path) -> None:
+    path = data_root.parent / "reference" / "published.yaml"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    gathered = yaml.safe_load(path.read_text(encoding="utf-8"))["tables"]
+    assert len(gathered) > 40
+    for one in gathered:
+        ours = TABLES[one["id"]].model_dump()
+        for key in ("model", "benchmarks", "rows", "n", "repeats", "seen", "confidence"):
+            assert ours[key] == one.get(key), (one["id"], key)
 
 
 @pytest.fixture
@@ -114,10 +139,10 @@ def test_the_command_lists_prints_and_overlays(
     write_reports([compare(*records)], tmp_path / "report")
     assert main(["table"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(TABLES)
-    assert main(["table", "blog1_table1_deepseek_r1", "--run", str(tmp_path / "report")]) == 0
+    assert main(["table", "march-2025-table-1", "--with", str(tmp_path / "report")]) == 0
     shown = capsys.readouterr().out
     assert "seen: secondary, confidence high" in shown
     assert "-1.70" in shown
-    assert main(["table", "blog1_table1_deepseek_r1", "--run", str(tmp_path)]) == 2
+    assert main(["table", "march-2025-table-1", "--with", str(tmp_path)]) == 2
     assert "holds no comparison.json" in capsys.readouterr().err
     assert main(["table", "blog1_table1", "--json"]) == 2
