@@ -37,7 +37,7 @@ demo: model
 
 # The small Flux is in the repository: tests/small_flux/train.py has trained it.
 demo-image: $(INSTALLED)
-	$(BIN)/halfbyte run demo-image-fp8 demo-image-nvfp4 demo-image-nvfp4-svdquant || case $$? in 1|3) ;; *) exit 1 ;; esac
+	OMP_NUM_THREADS=1 $(BIN)/halfbyte run demo-image-fp8 demo-image-nvfp4 demo-image-nvfp4-svdquant || case $$? in 1|3) ;; *) exit 1 ;; esac
 
 test: $(INSTALLED)
 	$(BESIDE) -m 'not gpu and not bench and not slow'
