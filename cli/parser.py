@@ -45,6 +45,7 @@ def build_parser() -> ArgumentParser:
     _add_cache(commands)
     _add_doctor(commands)
     _add_init(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -470,3 +471,16 @@ def _add_init(commands: Commands) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="the recipe's file; by default of the model's name; not replaced"
     )
+
+
+def _add_completion(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "completion",
+        "completion",
+        "print what makes a shell complete commands, options and the names of recipes, policies and tables",
+        '  eval "$(halfbyte completion bash)"                                # in ~/.bashrc\n'
+        '  eval "$(halfbyte completion zsh)"                                 # in ~/.zshrc, after compinit\n'
+        "  halfbyte completion fish > ~/.config/fish/completions/halfbyte.fish",
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")

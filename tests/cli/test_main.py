@@ -43,6 +43,7 @@ OPTIONS = {
     "cache": "--all --json --older-than --quiet action name",
     "doctor": "--json --quiet",
     "init": "--json --output --quiet model",
+    "completion": "--json --quiet shell",
 }
 
 
