@@ -38,10 +38,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def plan_training(job: Job) -> TrainingPlan | None:
+def plan_training(job: Job, *, capacity: int | None = None, measured: bool | None = None) -> TrainingPlan | None:
     """What a recipe's training will take, with the time of a step where there is a GPU that has the memory for one.
 
     None for a recipe that does not train. A step of a model that draws is not timed.
+
+    Args:
+        job: The recipe made ready.
+        capacity: Bytes of the device's memory; None to ask it.
+        measured: Whether a step is timed on the device; None: on a GPU that has the memory for it.
     """
     spec = job.recipe.train
     if spec is None:
@@ -53,11 +58,15 @@ def plan_training(job: Job) -> TrainingPlan | None:
         from halfbyte.quant.drawing_plan import drawing_training_plan
 
         exported, dtype = job.plan.exported_bytes, job.recipe.model.dtype
-        return drawing_training_plan(job.source, job.config, spec, device=job.device, exported=exported, dtype=dtype)
+        return drawing_training_plan(
+            job.source, job.config, spec, device=job.device, exported=exported, dtype=dtype, capacity=capacity
+        )
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     exported = job.plan.tensor_bytes
-    plan = training_plan(job.source, job.config, spec, device=job.device, exported=exported, devices=devices)
-    if job.device.type != "cuda" or devices > 1 or not plan.fits:
+    plan = training_plan(
+        job.source, job.config, spec, device=job.device, exported=exported, devices=devices, capacity=capacity
+    )
+    if measured is False or devices > 1 or not plan.fits or (job.device.type != "cuda" and not measured):
         return plan  # on a CPU a step would take longer than the answer is worth
     seconds, _ = measure_step(job.source, job.config, spec, job.device)
     return replace(plan, seconds=seconds)
@@ -70,14 +79,22 @@ def print_plan(job: Job, *, as_json: bool) -> None:
 
 def plan_dict(job: Job) -> dict[str, Any]:
     """What a recipe would quantize and how it would train, for JSON."""
-    training = plan_training(job)
+    return described(job, plan_training(job))
+
+
+def described(job: Job, training: TrainingPlan | None) -> dict[str, Any]:
+    """plan_dict for a training that is planned already."""
     found = {"recipe": job.recipe.name, "model": job.source.name, **job.plan.as_dict()}
     return found if training is None else found | {"training": training.as_dict()}
 
 
 def plan_text(job: Job) -> str:
     """The same to read."""
-    training = plan_training(job)
+    return told(job, plan_training(job))
+
+
+def told(job: Job, training: TrainingPlan | None) -> str:
+    """plan_text for a training that is planned already."""
     head = f"{job.recipe.name}: {job.source.name} on {job.device}\n{job.plan}"
     return head if training is None else f"{head}\n{training}"
 

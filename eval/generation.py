@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 SLOTS = {"cuda": 256, "cpu": 32}
 """Sequences at once."""
-_OF_MEMORY = 0.75
+OF_MEMORY = 0.75
 """The part of a GPU's memory, after the weights, that slots may take."""
 
 
@@ -173,7 +173,7 @@ class Generator:
                 parts = [*self.model.parameters(), *self.model.buffers()]
                 weights = sum(part.numel() * part.element_size() for part in parts)
                 memory = torch.cuda.get_device_properties(device).total_memory - weights
-                self.room = int(_OF_MEMORY * memory) // bytes_a_token(shapes)
+                self.room = int(OF_MEMORY * memory) // bytes_a_token(shapes)
         return current.layers
 
     @torch.inference_mode()

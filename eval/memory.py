@@ -65,6 +65,15 @@ class DevicePeak:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _resident()
 
 
+def resident() -> int:
+    """The resident size of this process now; its largest so far where the system does not tell."""
+    if _STATUS.is_file():
+        found = re.search(r"^VmRSS:\s+(\d+) kB$", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
+        if found is not None:
+            return int(found[1]) * 1024
+    return _resident()
+
+
 def _resident() -> int:
     """The largest resident size of this process."""
     if _STATUS.is_file():

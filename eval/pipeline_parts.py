@@ -98,6 +98,29 @@ def open_parts(
     return Parts(skeleton, found, sizes, packed)
 
 
+def part_bytes(folder: Path, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of the weights of each part of a pipeline, from the parts' configurations: no weight is read.
+
+    Args:
+        folder: As diffusers' save_pretrained writes it; of a part, config.json is enough.
+        dtype: The type they are loaded in.
+
+    Raises:
+        UserError: when a part has no configuration, or is of a class that is not known.
+    """
+    _diffusers()
+    found = {}
+    for name, entry in read_json(folder / PIPELINE_FILE).items():
+        if not (isinstance(entry, list) and len(entry) == 2) or entry[0] is None or name == "safety_checker":
+            continue
+        with quiet():
+            architecture = _class_of(entry)
+        if issubclass(architecture, nn.Module):
+            with _opening(folder / name):
+                found[name] = weight_bytes(_empty(architecture, folder / name, dtype))
+    return found
+
+
 def _packed_bytes(transformer: Path) -> int | None:
     """Of an exported transformer's weights as they are stored; None for an original."""
     if not (transformer / "config.json").is_file():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -75,6 +75,14 @@ class _Undecoded(_Placeholder):
     def decode(self, latents: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Hands out the latents as the VAE would get them."""
         raise _Captured(latents)
+
+
+def needed(stage: str, parts: Iterable[str]) -> list[str]:
+    """The parts of a pipeline that a stage needs."""
+    texts = [name for name in parts if name.startswith("text_encoder")]
+    if stage == _TEXT:
+        return texts
+    return ["vae"] if stage == _DECODE else [name for name in parts if name not in (*texts, "vae")]
 
 
 @dataclass
@@ -145,10 +153,7 @@ class Pipeline:
         return bool(self._held)
 
     def _names(self, stage: str) -> list[str]:
-        texts = [name for name in self._empty if name.startswith("text_encoder")]
-        if stage == _TEXT:
-            return texts
-        return ["vae"] if stage == _DECODE else [name for name in self._empty if name not in (*texts, "vae")]
+        return needed(stage, self._empty)
 
     def _put(self, name: str, part: Any) -> None:
         vars(self._pipe)[name] = part  # around diffusers' own, which would look for the part's library

@@ -11,11 +11,13 @@ from typing import Any
 from lm_eval.api.instance import Instance
 
 from halfbyte.eval.backend import Generated, Prompt
-from halfbyte.eval.hf import HFDescription
+from halfbyte.eval.generation import SLOTS
+from halfbyte.eval.hf import HFDescription, plan_batches
 from halfbyte.eval.lm import JournaledLM
+from halfbyte.eval.passes import Shape, capacity, largest, shape_of
 from halfbyte.eval.questions import Questions
 from halfbyte.eval.resolve import quiet_lm_eval
-from halfbyte.eval.scorer import BUDGETS
+from halfbyte.eval.scorer import BUDGETS, PACKED
 from halfbyte.eval.sharing import Batch, Request, plan
 from halfbyte.eval.trial import depends_on_length
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
@@ -48,6 +50,14 @@ class TaskPlan:
     seconds: float | None
     """Expected, at the speeds of earlier records of the model on this hardware, the largest of its kind; None where
     there is none of some size."""
+    passes: tuple[Shape, ...] = ()
+    """The largest forward passes over prompts."""
+    outcomes: bool = True
+    """Whether a question is right or wrong, or has several samples that are; not a perplexity."""
+    slots: int = 0
+    """Texts generated at once."""
+    slot_tokens: int = 0
+    """Tokens of keys and values that each of them has room for when the longest goes on to its limit."""
 
     @property
     def generated(self) -> int:
@@ -104,6 +114,10 @@ def plan_task(
         most_generated=lm.most_generated,
         expected_generated=expected,
         seconds=_seconds(lm, expected, known),
+        passes=tuple(largest(backend.shapes)),
+        outcomes=not any(task.OUTPUT_TYPE == "loglikelihood_rolling" for task in questions.tasks.values()),
+        slots=lm.slots,
+        slot_tokens=lm.slot_tokens,
     )
 
 
@@ -154,9 +168,22 @@ class _Tokenizing(HFDescription):
             super().__init__(model, tokenizer, max_length=settings.max_length)
         self._budget = settings.batch_tokens or BUDGETS[device]
         self._share = depends_on_length(model.config) is None
+        self.device = device
+        self.most = settings.batch_size or SLOTS[device]
+        self.shapes: list[Shape] = []
+        """Of the largest passes of each call."""
 
     def score_batches(self, requests: list[Request]) -> list[Batch]:
-        return plan(requests, self._budget, share=self._share)
+        batches = plan(requests, self._budget, share=self._share, pack=PACKED[self.device] if self._share else None)
+        self.shapes += largest(shape_of(batch, requests) for batch in batches)
+        return batches
+
+    def note_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Looks at the beginnings of the longest prompts, which are computed together first."""
+        first = [prompts[at].tokens or () for at in plan_batches(prompts, self.most)[0]]
+        several = [Request(tokens[:-1], tokens[-1:]) for tokens in first if len(tokens) > 1]
+        batches = plan(several, self._budget)
+        self.shapes += largest(Shape(len(one.rows), one.width, one.prefix) for one in batches if one.rows)
 
     def score(self, requests: list[Request], batch: Any) -> list[tuple[float, bool]]:
         raise NotImplementedError
@@ -173,9 +200,11 @@ class _Counting(JournaledLM):
 
     def __init__(self, backend: _Tokenizing, seed: int) -> None:
         super().__init__(backend, Path(), "", seed=seed, allow_truncated=True)
+        self._planner = backend
         self.texts = 0
         self.most_generated = 0
         self.scored_tokens = 0
+        self.slots = self.slot_tokens = 0
 
     def _run(
         self,
@@ -195,4 +224,9 @@ class _Counting(JournaledLM):
         prompts = super()._prompts(requests)
         self.texts += len(prompts)
         self.most_generated += sum(prompt.sampling.max_gen_toks for prompt in prompts)
+        if prompts:
+            self._planner.note_prompts(prompts)
+            self.slots = min(self._planner.most, max(self.slots, len(prompts)))
+            longest = max(len(prompt.tokens or ()) + prompt.sampling.max_gen_toks for prompt in prompts)
+            self.slot_tokens = max(self.slot_tokens, capacity(longest, self._planner.device))
         return prompts

@@ -108,6 +108,16 @@ class PrefixScorer:
     def _forward(
         self, requests: list[Request], prefix: int, rows: list[Row], *, packed: bool
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        log_probs, greedy = self.compute(requests, prefix, rows, packed=packed)
+        done = 0
+        for row in rows:
+            for member in row.members:
+                part = slice(done, done + len(requests[member].continuation))
+                done = part.stop
+                yield member, (float(log_probs[part].sum()), bool(greedy[part].all()))
+
+    def compute(self, requests: list[Request], prefix: int, rows: list[Row], *, packed: bool) -> tuple[Tensor, Tensor]:
+        """One forward pass; see _at for what it gives, in the order of the rows, their members and their tokens."""
         layout = lay_out(rows, prefix, packed=packed)
         spots = [
             (sequence, start + spot - prefix)
@@ -117,13 +127,7 @@ class PrefixScorer:
         ]
         targets = [token for row in rows for member in row.members for token in requests[member].continuation]
         with self._options(rows, prefix, layout, packed=packed) as options:
-            log_probs, greedy = self._at(layout.ids, options, spots, targets)
-        done = 0
-        for row in rows:
-            for member in row.members:
-                part = slice(done, done + len(requests[member].continuation))
-                done = part.stop
-                yield member, (float(log_probs[part].sum()), bool(greedy[part].all()))
+            return self._at(layout.ids, options, spots, targets)
 
     @contextmanager
     def _options(self, rows: list[Row], prefix: int, layout: Layout, *, packed: bool) -> Iterator[dict[str, Any]]:

@@ -235,7 +235,7 @@ def keeping(layers: Sequence[Layer], names: Iterable[str], keep: Sequence[str] =
     """
     owners = {layer.name: _owner(layer) for layer in layers}
     wanted = {owners[name] for name in names}
-    wanted |= {owners[name] for group in _groups(layers) if {owners[n] for n in group} & wanted for name in group}
+    wanted |= {owners[name] for group in fused_groups(layers) if {owners[n] for n in group} & wanted for name in group}
     quantized = dict.fromkeys(owners[layer.name] for layer in layers if layer.format)
     spared = quantized.keys() - wanted
     exact: dict[str, bool] = {}
@@ -253,7 +253,7 @@ def _owner(layer: Layer) -> str:
     return layer.name.rsplit(".", 2)[0] if layer.kind == "Expert" else layer.name
 
 
-def _groups(layers: Sequence[Layer]) -> list[list[str]]:
+def fused_groups(layers: Sequence[Layer]) -> list[list[str]]:
     """The names of the layers that must have the same format, of each such group with more than one member."""
     known = {layer.name for layer in layers}
     groups = []
@@ -285,7 +285,7 @@ def require_fit(layers: Sequence[Layer], keep: Sequence[str] = ()) -> None:
             f"keep what does not fit: {keeping(layers, [layer.name for layer in uneven], keep)}",
         )
     formats = {layer.name: layer.format for layer in layers}
-    split = [group for group in _groups(layers) if len({formats[name] for name in group}) > 1]
+    split = [group for group in fused_groups(layers) if len({formats[name] for name in group}) > 1]
     if split:
         said = ", ".join(f"{name} {formats[name] or 'kept'}" for name in split[0])
         raise UserError(

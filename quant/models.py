@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a causal LM needs; pickled weights are left on the hub on purpose.
+_CONFIG_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 _HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 
 
@@ -107,7 +108,14 @@ def compute_dtype(name: str, device: torch.device, own: torch.dtype) -> torch.dt
     return torch_dtype(name)
 
 
-def locate(name: str, *, revision: str | None = None, gguf_file: str | None = None, dtype: str | None = None) -> Source:
+def locate(
+    name: str,
+    *,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+    dtype: str | None = None,
+    weights: bool = True,
+) -> Source:
     """Finds a model's files: a local folder or .gguf file as it is, else a snapshot of a hub repository.
 
     Args:
@@ -115,6 +123,8 @@ def locate(name: str, *, revision: str | None = None, gguf_file: str | None = No
         revision: Of the hub repository.
         gguf_file: A file in it.
         dtype: The type the weights will have; None for their own.
+        weights: Whether the weights must be there; else a folder with a configuration is enough, and no more than
+            that and a tokenizer is fetched.
 
     Raises:
         UserError: when there is no such folder, or the hub has no such repository, is gated or out of reach.
@@ -125,7 +135,8 @@ def locate(name: str, *, revision: str | None = None, gguf_file: str | None = No
     elif not path.is_dir():
         if path.is_absolute() or name.startswith(".") or name.count("/") != 1:
             raise UserError(f"model folder {name} does not exist", "give a folder, a .gguf file or a hub id ORG/NAME")
-        path = snapshot(name, revision, [gguf_file, *_HUB_PATTERNS[1:]] if gguf_file else _HUB_PATTERNS)
+        patterns = _HUB_PATTERNS if weights else _CONFIG_PATTERNS
+        path = snapshot(name, revision, [gguf_file, *_HUB_PATTERNS[1:]] if gguf_file else patterns)
     elif gguf_file is None and RunFolder(path).recipe.is_file() and RunFolder(path).checkpoint.is_dir():
         path = RunFolder(path).checkpoint  # a run folder stands for the checkpoint in it
     if gguf_file is not None:
@@ -133,8 +144,9 @@ def locate(name: str, *, revision: str | None = None, gguf_file: str | None = No
             raise UserError(f"{path} has no file {gguf_file}", "check model.gguf_file")
         return Source(name, path, gguf_file, None if dtype == "float32" else dtype)
     read_config(path)
-    with Tensors(path):  # reads the head of each file: a damaged one is found before anything is computed
-        pass
+    if weights:
+        with Tensors(path):  # reads the head of each file: a damaged one is found before anything is computed
+            pass
     return Source(name, path, None, None if dtype in ("float32", plain_dtype(path)) else dtype)
 
 
@@ -163,6 +175,12 @@ def snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
             f"{name} is no folder here and the hub cannot be reached ({type(error).__name__})",
             "give a local folder, or fetch it first with `hf download` on a machine with access",
         ) from None
+
+
+def has_tokenizer(source: Source) -> bool:
+    """Whether there is a tokenizer beside a model's configuration."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
+    return source.gguf_file is not None or any((source.folder / name).is_file() for name in names)
 
 
 def open_tokenizer(source: Source) -> PreTrainedTokenizerBase:

@@ -90,13 +90,16 @@ def copied_files(folder: Path) -> list[Path]:
     return [folder / PIPELINE_FILE, *(path for path in within if path.is_file() and path.suffix not in pickled)]
 
 
-def locate_pipeline(name: str, *, revision: str | None = None, dtype: str | None = None) -> PipelineSource:
+def locate_pipeline(
+    name: str, *, revision: str | None = None, dtype: str | None = None, weights: bool = True
+) -> PipelineSource:
     """Finds a pipeline's files: a local folder or a run folder as it is, else a snapshot of a hub repository.
 
     Args:
         name: Folder or hub id.
         revision: Of the hub repository.
         dtype: The type the transformer's weights will have; None for their own.
+        weights: Whether the weights must be there; else a folder with the configurations is enough.
 
     Raises:
         UserError: when there is none, it is out of reach, or has no transformer as safetensors.
@@ -105,7 +108,7 @@ def locate_pipeline(name: str, *, revision: str | None = None, dtype: str | None
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
             raise UserError(f"pipeline folder {name} does not exist", "give a folder or a hub id ORG/NAME")
-        folder = snapshot(name, revision, _HUB_PATTERNS)
+        folder = snapshot(name, revision, _HUB_PATTERNS if weights else _HUB_PATTERNS[:-1])
     elif RunFolder(folder).recipe.is_file() and RunFolder(folder).checkpoint.is_dir():
         folder = RunFolder(folder).checkpoint  # a run folder stands for the checkpoint in it
     if not is_pipeline(folder):
@@ -120,7 +123,7 @@ def locate_pipeline(name: str, *, revision: str | None = None, dtype: str | None
     for part in parts(folder):
         if not (folder / part).is_dir():
             raise UserError(f"{folder} has no folder {part}, which its {PIPELINE_FILE} names", "copy it again, whole")
-    own = plain_dtype(denoiser_of(folder))
+    own = plain_dtype(denoiser_of(folder)) if weights else dtype
     return PipelineSource(name, folder, None, None if dtype in (None, "float32", own) else dtype)
 
 

@@ -107,25 +107,28 @@ class Job:
 
 
 @importing()
-def prepare(recipe: Recipe, device: str | None = None, *, read_ahead: bool = True) -> Job:
+def prepare(
+    recipe: Recipe, device: str | torch.device | None = None, *, read_ahead: bool = True, weights: bool = True
+) -> Job:
     """Finds the model, resolves the quantize block and plans.
 
     Args:
         recipe: What is asked for.
-        device: See models.device_of.
+        device: See models.device_of; one of torch's is taken as it is, whether it is here or not.
         read_ahead: Whether to begin with what takes as long as importing ModelOpt: hashing the model's files, and
             making the GPU ready. Of no use to who wants the plan alone.
+        weights: Whether the models' weights must be there; without them a job can be planned and not done.
 
     Raises:
         UserError: for whatever can be known to fail before hours are spent.
     """
-    where = device_of(device)
+    where = device if isinstance(device, torch.device) else device_of(device)
     if read_ahead:
         wake(where)
     if recipe.model.kind == "flux":
-        return _prepare_pipeline(recipe, where, read_ahead=read_ahead)
+        return _prepare_pipeline(recipe, where, read_ahead=read_ahead, weights=weights)
     spec = recipe.model
-    find = partial(locate, spec.id, revision=spec.revision, gguf_file=spec.gguf_file, dtype=spec.dtype)
+    find = partial(locate, spec.id, revision=spec.revision, gguf_file=spec.gguf_file, dtype=spec.dtype, weights=weights)
     local = Path(spec.id).expanduser().exists()  # what must be fetched waits for the quantize block
     if local and read_ahead:
         find().read_ahead()
@@ -137,19 +140,19 @@ def prepare(recipe: Recipe, device: str | None = None, *, read_ahead: bool = Tru
     for entry in [*recipe.quantize.calibration.sources, *([fidelity.source] if fidelity else [])]:
         require_local(entry)
     plan = make_plan(source, config, torch_dtype(recipe.model.dtype), recipe.quantize.keep)
-    teacher = require_trainable(recipe, source)
+    teacher = require_trainable(recipe, source, weights=weights)
     computed = compute_dtype(recipe.evaluate.dtype, where, torch_dtype(recipe.model.dtype))
     return Job(recipe, source, config, plan, where, str(computed).removeprefix("torch."), teacher)
 
 
-def _prepare_pipeline(recipe: Recipe, where: torch.device, *, read_ahead: bool) -> Job:
+def _prepare_pipeline(recipe: Recipe, where: torch.device, *, read_ahead: bool, weights: bool) -> Job:
     """As prepare, for a diffusers pipeline, of which the transformer is quantized."""
     from halfbyte.quant.pipeline_calibration import calibration_prompts
 
     spec = recipe.model
     if spec.gguf_file is not None:
         raise UserError("model.gguf_file: a pipeline's transformer is read from safetensors", "leave gguf_file out")
-    source = locate_pipeline(spec.id, revision=spec.revision, dtype=spec.dtype)
+    source = locate_pipeline(spec.id, revision=spec.revision, dtype=spec.dtype, weights=weights)
     require_quantizable(source)
     if read_ahead:
         source.read_ahead()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.quant.models import Source, device_of, empty_model, locate, open_tokenizer
+from halfbyte.quant.models import Source, device_of, empty_model, has_tokenizer, locate, open_tokenizer
 from halfbyte.recipes.schema import Recipe
 from halfbyte.recipes.texts import require_local
 from halfbyte.recipes.training import TrainSpec
@@ -12,12 +12,13 @@ from halfbyte.records.digests import text_identity
 from halfbyte.records.errors import UserError
 
 
-def require_trainable(recipe: Recipe, source: Source) -> Source | None:
+def require_trainable(recipe: Recipe, source: Source, *, weights: bool = True) -> Source | None:
     """Looks at a recipe's train block.
 
     Args:
         recipe: The recipe.
         source: The model it trains.
+        weights: Whether the teacher's weights must be there, and its device here.
 
     Returns:
         The teacher's files; None where the recipe does not train, or without a teacher.
@@ -39,12 +40,16 @@ def require_trainable(recipe: Recipe, source: Source) -> Source | None:
     _require_length(spec, longest, "the model")
     if spec.teacher is None:
         return None
-    if spec.teacher.device is not None:
+    if spec.teacher.device is not None and weights:
         device_of(spec.teacher.device)
     theirs = spec.teacher.model
     if theirs is None:
         return source
-    teacher = locate(theirs.id, revision=theirs.revision, gguf_file=theirs.gguf_file, dtype=theirs.dtype)
+    teacher = locate(
+        theirs.id, revision=theirs.revision, gguf_file=theirs.gguf_file, dtype=theirs.dtype, weights=weights
+    )
+    if not weights and not (has_tokenizer(source) and has_tokenizer(teacher)):
+        return teacher
     _require_same_tokens(source, teacher)
     with torch.device("meta"):
         config, model = empty_model(teacher)

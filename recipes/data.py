@@ -87,6 +87,10 @@ def hub_is_reachable() -> bool:
     return True
 
 
+class NotAtHand(UserError):
+    """A data set that is neither below the data root nor to be had from the hub."""
+
+
 @contextmanager
 def loading(name: str, root: Path | None) -> Iterator[None]:
     """Around `datasets.load_dataset(name)`: no minutes of retries without a network, and errors for people.
@@ -94,7 +98,8 @@ def loading(name: str, root: Path | None) -> Iterator[None]:
     A data set in the hub's local cache is found without a network as well.
 
     Raises:
-        UserError: when the data set is gated, unknown, unreachable, or lacks the configuration or split asked for.
+        NotAtHand: when the data set is gated, unknown or unreachable.
+        UserError: when it lacks the configuration or split asked for, or cannot be read.
     """
     import datasets
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
@@ -114,13 +119,13 @@ def loading(name: str, root: Path | None) -> Iterator[None]:
     except (DatasetGenerationError, yaml.YAMLError) as error:  # the YAML is at the head of its README.md
         raise UserError(f"data set '{name}' cannot be read: {error.__cause__ or error}") from error
     except (DatasetNotFoundError, HfHubHTTPError, ConnectionError) as error:
-        raise UserError(_reason(name, root, error), _where(name, root)) from error
+        raise NotAtHand(_reason(name, root, error), _where(name, root)) from error
     except (FileNotFoundError, StopIteration) as error:  # StopIteration is what an empty JSON file leads to
         raise UserError(f"data set '{name}' holds no data: {str(error) or 'its file is empty'}") from error
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
             raise
-        raise UserError(
+        raise NotAtHand(
             f"the hub has data set '{name}' only as a loading script, which `datasets` no longer runs",
             _where(name, root),
         ) from error

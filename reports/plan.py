@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfbyte.recipes.benchmarks import benchmarks
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison
@@ -24,12 +25,6 @@ from halfbyte.reports.tables import Table
 
 _MOST = 10**9  # questions or samples
 FLIP_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
-# Questions of the test sets, with all subtasks.
-QUESTIONS = {
-    "mmlu": 14_042, "mmlu_pro": 12_032, "gsm8k": 1319, "arc_easy": 2376, "arc_challenge": 1172, "hellaswag": 10_042,
-    "winogrande": 1267, "gpqa_diamond": 198, "math_500": 500, "aime_2024": 30, "aime_2025": 30, "humaneval": 164,
-    "mbpp": 500, "ifeval": 541,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +62,24 @@ def parse_tasks(text: str) -> list[PlannedTask]:
     Raises:
         UserError: for an unknown task without a number, and what is no number.
     """
+    known = benchmarks().tasks
     found = []
     for part in filter(None, (one.strip() for one in text.split(","))):
         match = re.fullmatch(r"([^=]+?)(?:=(\d+))?(?:x(\d+))?", part)
         if match is None:
             raise UserError(f"'{part}' is not a task", "write name, name=questions or name=questionsxsamples")
         name, questions, samples = match[1], match[2], int(match[3] or 1)
-        if questions is None and name not in QUESTIONS:
-            wrong = unknown_name("task", name, QUESTIONS)
+        if questions is None and name not in known:
+            wrong = unknown_name("task", name, known)
             raise UserError(wrong.message, f"write {name}=NUMBER_OF_QUESTIONS; {wrong.hint}")
-        number = int(questions) if questions is not None else QUESTIONS[name]
+        number = int(questions) if questions is not None else known[name].questions
         if number < 1 or samples < 1:
             raise UserError(f"'{part}' has no questions or no samples", "both are at least 1")
         if max(number, samples) > _MOST:
             raise UserError(f"'{part}' is more than anybody evaluates", f"give at most {figures.count(_MOST)}")
         found.append(PlannedTask(name, number, samples))
     if not found:
-        raise UserError("no task to plan for was named", f"known: {', '.join(sorted(QUESTIONS))}")
+        raise UserError("no task to plan for was named", f"known: {', '.join(sorted(known))}")
     return found
 
 

@@ -1,0 +1,214 @@
+"""The memory of forward passes, counted on tensors without values: of a model as it is, calibrated, or read back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfbyte.quant.plan import Plan
+from halfbyte.quant.shared import share_inputs
+from halfbyte.quant.training_memory import Counter, Unpredictable, without_values
+from halfbyte.quant.upstream import quiet_upstream
+
+T = TypeVar("T")
+State = Literal["original", "searching", "folded", "packed"]
+"""A model as it is, one whose smoothing scales AWQ searches, or a checkpoint read back in one of the two ways."""
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Bytes at the highest total of a pass."""
+
+    weights: int
+    """Of the model, the same before and after."""
+    working: int
+    """All that a pass has beside them at one moment: activations, logits, keys and values, weights dequantized."""
+
+    @property
+    def total(self) -> int:
+        """Bytes altogether."""
+        return self.weights + self.working
+
+
+def weight_bytes(plan: Plan, state: State, dtype: torch.dtype) -> int:
+    """Bytes of a model's weights where it computes.
+
+    original, searching and folded: all weights in `dtype`. packed: what is quantized as the checkpoint stores it, and
+    the rest in `dtype`. A tied weight counts once; low-rank factors and smoothing scales are in `dtype`.
+
+    Args:
+        plan: Of the quantization.
+        state: How the weights are held.
+        dtype: The type to compute in.
+    """
+    whole = plan.weights * dtype.itemsize
+    if state in ("original", "searching"):
+        return whole
+    changed = sum(layer.stored_bytes(dtype.itemsize) - layer.weights * dtype.itemsize for layer in plan.quantized)
+    if state == "packed":
+        return whole + changed
+    return whole + sum(layer.rank * sum(layer.shape) * dtype.itemsize for layer in plan.quantized)
+
+
+def build(
+    make_model: Callable[[torch.dtype], Any], config: dict[str, Any], plan: Plan, state: State, dtype: torch.dtype
+) -> Any:
+    """The model of a state on the meta device, with the quantizers that work in a forward pass.
+
+    A packed weight is dequantized when its layer runs, as in quant.packed: one tensor of its shape in `dtype`, which is
+    gone when the layer has run. What a CPU needs beside it for half a million values at a time is not counted.
+
+    Args:
+        make_model: Makes the model from its configuration in a type, on the device that is torch's default.
+        config: What configs.quant_config made.
+        plan: Its plan.
+        state: How the weights are held.
+        dtype: The type to compute in.
+    """
+    from modelopt.torch.quantization.conversion import replace_quant_module, set_quantizer_by_cfg
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    with torch.device("meta"), quiet_upstream():
+        model = make_model(dtype).eval().requires_grad_(False)
+        if state == "original":
+            return model
+        quantized = {layer.name: layer for layer in plan.quantized}
+        replace_quant_module(model)
+        set_quantizer_by_cfg(model, config["quant_cfg"])
+        for name, module in model.named_modules():
+            if isinstance(module, TensorQuantizer) and module.is_enabled:
+                if "weight_quantizer" in name:
+                    module.disable()
+                elif not module.is_mx_format:
+                    module.amax = torch.ones((), device="meta")
+        for name, layer in quantized.items() if state != "searching" else ():
+            if layer.smoothing and layer.kind != "Expert":
+                module = model.get_submodule(name)
+                module.input_quantizer.pre_quant_scale = torch.ones(layer.shape[-1], dtype=dtype, device="meta")
+        if state != "searching":
+            share_inputs(model)
+        special = {"packed": _dequantizing, "searching": _searching}.get(state)
+        for name, module in model.named_modules():
+            if special and name in quantized and isinstance(getattr(module, "weight", None), nn.Parameter):
+                module.forward = special(module)
+    return model
+
+
+def _dequantizing(module: Any) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        weight = torch.empty_like(module.weight)
+        return F.linear(module.input_quantizer(x), weight, module.bias)
+
+    return forward
+
+
+def _searching(module: Any) -> Callable[[Tensor], Tensor]:
+    """One step of AWQ's search over scales, as modelopt's awq_lite computes it."""
+
+    def forward(x: Tensor) -> Tensor:
+        actual = F.linear(x, module.weight, module.bias)
+        smooth = x * torch.empty(x.shape[-1], dtype=x.dtype)
+        scaled = module.weight * torch.empty(x.shape[-1], dtype=x.dtype)
+        rounded = torch.empty_like(scaled)
+        del scaled
+        found = F.linear(smooth, rounded, module.bias)
+        del smooth, rounded
+        (found - actual).float().pow(2)
+        return actual
+
+    return forward
+
+
+def _stand_in(module: Any, packed: Collection[str]) -> Callable[..., Tensor]:
+    """One expert given all tokens: the most that transformers' loop over experts can need.
+
+    For each of them it takes the tokens that were sent there, both halves of the first product, their product, the
+    second product and its weighted form; of packed weights one expert's are dequantized at a time.
+    """
+    first, second = module.gate_up_proj, module.down_proj
+    hidden, inner = second.shape[-2], second.shape[-1]
+    if first.shape[-1] != hidden:  # [experts, in, out]
+        hidden, inner = inner, hidden
+
+    def forward(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        found, rows = torch.zeros_like(x), x.reshape(-1, x.shape[-1])
+        taken = torch.empty_like(rows)
+        weight = first.new_empty(first.shape[1:]) if "gate_up_proj" in packed else None
+        both = taken.new_empty(len(rows), first.numel() // len(first) // hidden)
+        del weight
+        product = taken.new_empty(len(rows), inner)
+        del both
+        weight = second.new_empty(second.shape[1:]) if "down_proj" in packed else None
+        given = taken.new_empty(len(rows), hidden)
+        del weight, product
+        weighted = torch.empty_like(given)
+        del given
+        return found.add_(weighted.view_as(x))
+
+    return forward
+
+
+def _with_stand_ins(model: nn.Module, plan: Plan, state: State) -> None:
+    """Replaces what sends tokens to experts by their router's choice, which tensors without values do not make."""
+    quantized = {layer.name.rsplit(".", 2)[0] for layer in plan.quantized if layer.kind == "Expert"}
+    for name, module in model.named_modules():
+        parts = [getattr(module, part, None) for part in ("gate_up_proj", "down_proj")]
+        if all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in parts):
+            if len(inspect.signature(type(module).forward).parameters) < 3:
+                continue  # without the router's choice: all experts see all tokens
+            packed = ("gate_up_proj", "down_proj") if state == "packed" and name in quantized else ()
+            module.forward = _stand_in(module, packed)
+
+
+@contextmanager
+def counting(
+    make_model: Callable[[torch.dtype], Any], config: dict[str, Any], plan: Plan, state: State, dtype: torch.dtype
+) -> Iterator[tuple[Any, Callable[[Callable[[], T]], tuple[PassMemory, T]]]]:
+    """A model without values, and what counts a pass over it.
+
+    Attention is counted as torch's fused kernels do it, and an operation without what it allocates and frees inside.
+
+    Args:
+        make_model: See build.
+        config: See build.
+        plan: See build.
+        state: See build.
+        dtype: See build.
+
+    Yields:
+        The model, on a CPU as far as it knows, and a function that runs another one: the memory at its peak, and what
+        it gives.
+
+    Raises:
+        Unpredictable: for a model whose operations depend on values.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+    model = build(make_model, config, plan, state, dtype)
+    _with_stand_ins(model, plan, state)
+    shapes = (parameter.shape for parameter in model.parameters())
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    held = weight_bytes(plan, state, dtype)
+    try:
+        with FakeTensorMode(), torch.inference_mode():
+            without_values(model)
+
+            def count(run: Callable[[], T]) -> tuple[PassMemory, T]:
+                counter = Counter(vocabulary, shapes, {})
+                for tensor in (*model.parameters(), *model.buffers()):
+                    counter.hold(tensor, "weights")
+                with counter:
+                    found = run()
+                peak = dict(counter.peak)
+                return PassMemory(held, sum(peak.values()) - peak["weights"]), found
+
+            yield model, count
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise Unpredictable(f"the pass depends on values ({error.func})") from error
