@@ -203,10 +203,10 @@ def gpus() -> list[Check]:
     found = []
     if not answer["gpus"] and NVIDIA.exists():
         what = f"a GPU of NVIDIA is here, and torch {answer['version']}, made for {build}, does not see it"
-        fix = "install torch's build for CUDA: https://pytorch.org/get-started/locally"
+        remedy = "install torch's build for CUDA: https://pytorch.org/get-started/locally"
         if answer["cuda"]:
-            fix = f"install a driver for CUDA {answer['cuda']}, or give the container the GPU (--gpus all)"
-        found.append(Check("devices", "GPU", "problem", what, fix))
+            remedy = f"install a driver for CUDA {answer['cuda']}, or give the container the GPU (--gpus all)"
+        found.append(Check("devices", "GPU", "problem", what, remedy))
     elif not answer["gpus"]:
         what = f"none; torch {answer['version']} computes on the CPU, enough for models of some hundred million weights"
         found.append(Check("devices", "GPU", "note", what))

@@ -49,7 +49,6 @@ def test_bash_completes_commands_options_and_names(tmp_path: Path) -> None:
     table = next(iter(published_tables()))
     assert table in completed(["halfbyte", "table", table[:-1]], tmp_path)
     assert completed(["halfbyte", "verify", "mod"], tmp_path) == ["models"]
-    assert completed(["halfbyte", "eval", "models", "--dtype", "bf"], tmp_path) == []
     assert completed(["halfbyte", "eval", "models", "--dtype", "bfl"], tmp_path) == ["bfloat16"]
     assert completed(["halfbyte", "cache", "pr"], tmp_path) == ["prune"]
     assert completed(["halfbyte", "completion", ""], tmp_path) == ["bash", "zsh", "fish"]
