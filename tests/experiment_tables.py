@@ -15,6 +15,7 @@ from typing import Any
 
 from experiment_jobs import FORMATS, report_command, report_names, sweep_name
 
+import halfbyte
 from halfbyte.records.files import write_json, write_text
 
 COMPARISON = "comparison.json"
@@ -76,6 +77,7 @@ def collect(work: Path, output: Path, times: Sequence[dict[str, Any]], patience:
 def _without_places(output: Path, work: Path) -> None:
     """Takes out where things lie on this machine: what is kept is read on others."""
     places = {
+        str(Path(halfbyte.__file__).with_name("__main__.py")): "halfbyte",
         f"{work}/": "",
         f"{Path(__file__).resolve().parents[1]}/": "",
         sys.executable: "python",
