@@ -218,8 +218,8 @@ def gpus() -> list[Check]:
             f"{gpu['free'] / 1e9:.0f} of {gpu['total'] / 1e9:.0f} GB free"
         )
         busy = gpu["free"] < gpu["total"] / 2
-        fix = "nvidia-smi shows who has the memory; CUDA_VISIBLE_DEVICES chooses another GPU" if busy else None
-        found.append(Check("devices", f"cuda:{index}", "warning" if busy else "ok", what, fix))
+        other = "nvidia-smi shows who has the memory; CUDA_VISIBLE_DEVICES chooses another GPU" if busy else None
+        found.append(Check("devices", f"cuda:{index}", "warning" if busy else "ok", what, other))
     return found
 
 

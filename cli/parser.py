@@ -158,7 +158,7 @@ def _add_plan(commands: Commands) -> None:
         "say before a machine is rented what a recipe takes: size, memory, tokens, hours, and what its gate will see",
         "  halfbyte plan smollm2-135m-nvfp4 --data-root DATA\n"
         "  halfbyte plan llama-3.3-70b-nvfp4 --device H200\n"
-        "  halfbyte plan mine.yaml --set model.id=FOLDER_WITH_CONFIG_JSON --throughput scored=9600,generated=2700 --json",
+        "  halfbyte plan mine.yaml --set model.id=FOLDER --throughput scored=9600,generated=2700 --json",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
     _add_set(parser)
