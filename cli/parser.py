@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter, _SubParsersAction
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
-from typing import TypeAlias
 
 from halfbyte import __version__
-
-# argparse has no public name for what add_subparsers returns.
-Commands: TypeAlias = "_SubParsersAction[ArgumentParser]"
-
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-FORMATS = ("text", "markdown", "json", "html")
-
-EXIT_CODES = "exit codes: 0 done or pass, 1 fail, 2 bad input, 3 inconclusive, 4 anomaly, 70 a bug, 130 interrupted"
+from halfbyte.arguments import (
+    DTYPES,
+    EXIT_CODES,
+    FORMATS,
+    Commands,
+    add_data_root,
+    add_repeat,
+    add_set,
+    add_work,
+    command,
+    days,
+    natural,
+    positive,
+)
 
 
 def build_parser() -> ArgumentParser:
@@ -49,82 +54,8 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def _command(commands: Commands, name: str, module: str, summary: str, examples: str) -> ArgumentParser:
-    """A subcommand with the options that every command has."""
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(module=module)
-    parser.add_argument("--quiet", action="store_true", help="no progress and no log on stderr, warnings excepted")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
-    return parser
-
-
-def _positive(text: str) -> int:
-    """A whole number of at least 1."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
-    return number
-
-
-def _days(text: str) -> float:
-    """A number of days, not negative."""
-    try:
-        days = float(text)
-    except ValueError:
-        days = -1.0
-    if not 0 <= days < 1e6:
-        raise ArgumentTypeError(f"'{text}' is not a number of days")
-    return days
-
-
-def _natural(text: str) -> int:
-    """A whole number of at least 0."""
-    return 0 if text.strip() == "0" else _positive(text)
-
-
-def _add_set(parser: ArgumentParser, of: str = "the recipe") -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help=f"override one field of {of}, such as evaluate.tasks.0.limit=100; may be given several times",
-    )
-
-
-def _add_work(parser: ArgumentParser) -> None:
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default cuda where there is one")
-    _add_data_root(parser)
-
-
-def _add_data_root(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--data-root",
-        type=Path,
-        metavar="DIR",
-        help="folder laid out like the hub where data sets are looked up first; by default $HALFBYTE_DATA",
-    )
-
-
-def _add_repeat(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--repeat-baseline",
-        action="store_true",
-        help="evaluate the baseline twice, in other batches and with other seeds, and keep what flips as noise floor",
-    )
-
-
 def _add_run(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "run",
         "run",
@@ -134,12 +65,12 @@ def _add_run(commands: Commands) -> None:
         "  halfbyte run demo-fp8 --dry-run",
     )
     parser.add_argument("recipe", nargs="+", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
-    _add_set(parser)
+    add_set(parser)
     parser.add_argument(
         "--output", type=Path, default=Path("runs"), metavar="DIR", help="each recipe gets a folder in it (runs)"
     )
-    parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N questions of every task")
-    _add_work(parser)
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N questions of every task")
+    add_work(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument(
         "--force",
@@ -147,11 +78,11 @@ def _add_run(commands: Commands) -> None:
         help="make the checkpoint again and evaluate it, replacing what a run wrote in the output folder; what was "
         "evaluated of the baseline stays in the cache (`halfbyte cache`)",
     )
-    _add_repeat(parser)
+    add_repeat(parser)
 
 
 def _add_plan(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "plan",
         "plan",
@@ -161,8 +92,8 @@ def _add_plan(commands: Commands) -> None:
         "  halfbyte plan mine.yaml --set model.id=FOLDER --throughput scored=9600,generated=2700 --json",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
-    _add_set(parser)
-    parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N questions of every task")
+    add_set(parser)
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N questions of every task")
     parser.add_argument(
         "--throughput",
         metavar="KIND=N",
@@ -172,11 +103,11 @@ def _add_plan(commands: Commands) -> None:
         "--measure", action="store_true", help="measure the speeds here, by a few passes with random weights"
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N of this machine, or one to plan for: H200, RTX-5090, ...")
-    _add_data_root(parser)
+    add_data_root(parser)
 
 
 def _add_quantize(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "quantize",
         "quantize_command",
@@ -186,17 +117,17 @@ def _add_quantize(commands: Commands) -> None:
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
     parser.add_argument("--model", metavar="ID_OR_PATH", help="another model than the recipe's")
-    _add_set(parser)
+    add_set(parser)
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder for the run: checkpoint/ and what made it"
     )
-    _add_work(parser)
+    add_work(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--force", action="store_true", help="replace what is in the output folder")
 
 
 def _add_train(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "train",
         "train",
@@ -206,17 +137,17 @@ def _add_train(commands: Commands) -> None:
         "  accelerate launch --num_processes 8 -m halfbyte train mine.yaml",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
-    _add_set(parser)
+    add_set(parser)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="folder for the run; by default runs/ and the recipe's name"
     )
-    _add_work(parser)
+    add_work(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--force", action="store_true", help="begin anew, replacing what is in the output folder")
 
 
 def _add_verify(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "verify",
         "verify",
@@ -229,7 +160,7 @@ def _add_verify(commands: Commands) -> None:
 
 
 def _add_dequantize(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "dequantize",
         "dequantize",
@@ -242,7 +173,7 @@ def _add_dequantize(commands: Commands) -> None:
 
 
 def _add_memory(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "memory",
         "memory",
@@ -250,7 +181,7 @@ def _add_memory(commands: Commands) -> None:
         "  halfbyte memory flux.1-dev-fp8 flux.1-dev-nvfp4",
     )
     parser.add_argument("recipe", nargs="+", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
-    _add_set(parser)
+    add_set(parser)
     parser.add_argument(
         "--output", type=Path, default=Path("runs"), metavar="DIR", help="where the recipes' run folders are (runs)"
     )
@@ -258,7 +189,7 @@ def _add_memory(commands: Commands) -> None:
 
 
 def _add_eval(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "eval",
         "evaluate_command",
@@ -287,17 +218,17 @@ def _add_eval(commands: Commands) -> None:
         "--dry-run", action="store_true", help="build all prompts, print questions, tokens and time, and stop"
     )
     parser.add_argument(
-        "--show", type=_positive, metavar="N", help="print N prompts a task as the model sees them, with its answers"
+        "--show", type=positive, metavar="N", help="print N prompts a task as the model sees them, with its answers"
     )
-    parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N questions of every task")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N questions of every task")
     parser.add_argument(
-        "--num-fewshot", type=_natural, metavar="N", help="examples in the prompt; the task's own if absent"
-    )
-    parser.add_argument(
-        "--samples", type=_positive, metavar="K", help="texts drawn for each question; the task's own number if absent"
+        "--num-fewshot", type=natural, metavar="N", help="examples in the prompt; the task's own if absent"
     )
     parser.add_argument(
-        "--batch-size", type=_positive, metavar="N", help="texts generated at once (what suits the device)"
+        "--samples", type=positive, metavar="K", help="texts drawn for each question; the task's own number if absent"
+    )
+    parser.add_argument(
+        "--batch-size", type=positive, metavar="N", help="texts generated at once (what suits the device)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="type to compute in (auto)")
     parser.add_argument(
@@ -305,16 +236,16 @@ def _add_eval(commands: Commands) -> None:
     )
     parser.add_argument("--apply-chat-template", action="store_true", help="put prompts into the model's chat template")
     parser.add_argument(
-        "--max-length", type=_positive, metavar="N", help="longest input in tokens; the model's own if absent"
+        "--max-length", type=positive, metavar="N", help="longest input in tokens; the model's own if absent"
     )
     parser.add_argument(
         "--allow-truncated",
         action="store_true",
         help="cut longer prompts from the left, and count them, in place of an error",
     )
-    _add_set(parser, of="a recipe's evaluate block (recipes/schema.py)")
-    _add_repeat(parser)
-    _add_work(parser)
+    add_set(parser, of="a recipe's evaluate block (recipes/schema.py)")
+    add_repeat(parser)
+    add_work(parser)
 
 
 def _add_sides(parser: ArgumentParser, several: bool) -> None:
@@ -329,7 +260,7 @@ def _add_sides(parser: ArgumentParser, several: bool) -> None:
 
 
 def _add_compare(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "compare",
         "compare_command",
@@ -344,7 +275,7 @@ def _add_compare(commands: Commands) -> None:
 
 
 def _add_gate(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "gate",
         "gate_command",
@@ -359,7 +290,7 @@ def _add_gate(commands: Commands) -> None:
 
 
 def _add_report(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "report",
         "report",
@@ -374,7 +305,7 @@ def _add_report(commands: Commands) -> None:
 
 
 def _add_power(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "power",
         "power",
@@ -390,7 +321,7 @@ def _add_power(commands: Commands) -> None:
 
 
 def _add_table(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "table",
         "table",
@@ -408,7 +339,7 @@ def _add_table(commands: Commands) -> None:
 
 
 def _add_recipes(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "recipes",
         "catalogue",  # cli/recipes.py would hide the room halfbyte.recipes
@@ -417,11 +348,11 @@ def _add_recipes(commands: Commands) -> None:
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a shipped name or the path of a .yaml file")
     parser.add_argument("--resolved", action="store_true", help="with base, overrides and defaults filled in")
-    _add_set(parser)
+    add_set(parser)
 
 
 def _add_policies(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "policies",
         "policies",
@@ -432,7 +363,7 @@ def _add_policies(commands: Commands) -> None:
 
 
 def _add_cache(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "cache",
         "cache",
@@ -444,12 +375,12 @@ def _add_cache(commands: Commands) -> None:
     )
     parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list", help="list (default) or prune")
     parser.add_argument("name", nargs="*", metavar="NAME", help="entries by name, its beginning, or a pattern with *")
-    parser.add_argument("--older-than", type=_days, metavar="DAYS", help="only what was not used for so many days")
+    parser.add_argument("--older-than", type=days, metavar="DAYS", help="only what was not used for so many days")
     parser.add_argument("--all", action="store_true", help="everything")
 
 
 def _add_doctor(commands: Commands) -> None:
-    _command(
+    command(
         commands,
         "doctor",
         "doctor",
@@ -459,7 +390,7 @@ def _add_doctor(commands: Commands) -> None:
 
 
 def _add_init(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "init",
         "init",
@@ -474,7 +405,7 @@ def _add_init(commands: Commands) -> None:
 
 
 def _add_completion(commands: Commands) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "completion",
         "completion",
