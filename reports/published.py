@@ -17,6 +17,7 @@ NOT_AT_HAND = "not at hand"
 # Names of tasks, as patterns, that measure what a published benchmark does.
 _TASKS = {
     "MMLU": r"mmlu",
+    "vMMLU_5shot": r"mmlu",
     "MMLU_Pro": r"mmlu_pro",
     "GSM8K": r"gsm8k(_.+)?",
     "AIME_2024": r"aime_?(20)?24",
@@ -31,7 +32,7 @@ _TASKS = {
 _ALGORITHMS = {"rtn", "gptq", "awq", "smoothquant", "svdquant", "quarot", "spinquant", "ht", "mr", "mse"}
 _METHODS = {"ptq", "qat", "qad"}
 _NO_SCORES = {"std", "se"}
-_DESCRIBING = {"official", "ckpt"}
+_DESCRIBING = {"official", "ckpt", "or"}
 _FORMAT = re.compile(r"(bf|fp|nvfp|mxfp|mxint|int)\d+|w\d+a\d+")
 _METRICS = {"ImageReward": "image_reward", "CLIP_IQA": "clip_iqa", "CLIPScore": "clip_score"}
 """Metrics of images by the names that published tables have for them."""
@@ -48,8 +49,11 @@ class Published(BaseModel):
     alias: str | None = None
     """A name that is easier to remember: march-2025-table-1."""
     model: str | None = None
+    task: str | None = None
+    """The benchmark of a table whose rows are models and whose columns are formats."""
     unit: str
     benchmarks: list[str]
+    """The columns."""
     rows: dict[str, list[float | None]]
     """Values in the order of `benchmarks`; None where one was not published or not seen."""
     n: list[int] | None = None
@@ -110,7 +114,7 @@ def beside(published: Published, comparison: Comparison) -> PublishedTable:
     cells = []
     for row, values in published.rows.items():
         for benchmark, value in zip(published.benchmarks, values, strict=True):
-            score = None if scale is None else _ours(comparison, row, benchmark)
+            score = None if scale is None else _ours(comparison, *_named_cell(published, row, benchmark, comparison))
             ours = None if score is None or scale is None else scale * score
             cells.append(
                 PublishedCell(
@@ -130,6 +134,21 @@ def beside(published: Published, comparison: Comparison) -> PublishedTable:
         settings=published.settings,
         cells=cells,
     )
+
+
+def _named_cell(published: Published, row: str, benchmark: str, comparison: Comparison) -> tuple[str, str]:
+    """What a cell is of, as the name of a row and that of a benchmark; an empty row for one of another model.
+
+    In a table of one benchmark, whose columns are formats, a row is ours that has most of our model's words, and no
+    others.
+    """
+    if published.task is None:
+        return row, benchmark
+    ours = _words(comparison.baseline.name)
+    nearest = max(
+        (name for name in published.rows if _words(name) <= ours), key=lambda name: len(_words(name)), default=""
+    )
+    return (f"{row} {benchmark}" if row == nearest else ""), published.task
 
 
 def _ours(comparison: Comparison, row: str, benchmark: str) -> float | None:

@@ -126,6 +126,27 @@ def test_a_row_of_another_model_is_not_ours(name: str, rows: set[str], tmp_path:
     assert {cell.row for cell in table.cells if cell.ours is not None} == rows
 
 
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("Qwen/Qwen3-8B", {("Qwen3-8B", "BF16"), ("Qwen3-8B", "NVFP4_or_MXFP4")}),
+        ("meta-llama/Llama-3.1-8B-Instruct", {("Llama-3.1-8B-Instruct", c) for c in ("BF16", "NVFP4_or_MXFP4")}),
+        ("meta-llama/Llama-3.1-8B", {("Llama-3.1-8B", "BF16"), ("Llama-3.1-8B", "NVFP4_or_MXFP4")}),
+        ("mine/Phi-5", set()),
+    ],
+)
+def test_in_a_table_whose_columns_are_formats_the_row_of_our_model_is_ours(
+    name: str,
+    rows: set[tuple[str, str]],
+    tmp_path: Path,
+    cache: Path,  # noqa: ARG001
+) -> None:
+    for side, of in (("b", model(name=name)), ("c", model("NVFP4"))):
+        write_record(tmp_path / side, [1.0, 0.0] * 50, task="mmlu", of=of)
+    table = beside(published_table("trtllm_ci_mmlu"), compare(tmp_path / "b", tmp_path / "c"))
+    assert {(cell.row, cell.benchmark) for cell in table.cells if cell.ours is not None} == rows
+
+
 def test_a_task_of_a_similar_name_is_not_the_benchmark(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
     for side, of in (("b", model("FP8")), ("c", model("NVFP4"))):
         write_record(tmp_path / side, [1.0, 0.0] * 50, task="mmlu_continuation", of=of)
