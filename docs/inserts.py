@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from halfbyte.parser import build_parser
-from halfbyte.recipes.find import list_recipes, shipped_files
+from halfbyte.recipes.find import list_recipes, load_recipe, shipped_files
+from halfbyte.recipes.schema import Recipe
 from halfbyte.reports.policy import load_policy, shipped_policies
-from halfbyte.reports.published import published_tables
+from halfbyte.reports.published import published_table, published_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / ".docs-source"
@@ -142,16 +141,15 @@ def commands() -> str:
 def published() -> str:
     """The published tables: figures seen, settings, source, and the recipes that are laid beside each."""
     beside: dict[str, list[str]] = {}
-    for name, path in shipped_files().items():
-        named = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("published")
-        for one in [named] if isinstance(named, str) else named or []:
-            beside.setdefault(one, []).append(f"`{name}`")
+    for name, recipe in _with_facts():
+        for one in recipe.facts.published if recipe.facts is not None else []:
+            beside.setdefault(published_table(one).id, []).append(f"`{name}`")
     parts = []
     for one in published_tables().values():
         values = [value for row in one.rows.values() for value in row]
         seen = sum(value is not None for value in values)
         lines = [
-            f"### {one.id}",
+            f"### {one.alias or one.id}",
             "",
             f"- **Model**: {one.model or 'several'}. **Benchmarks**: {', '.join(one.benchmarks)}.",
             f"- **Figures**: {seen} of {len(values)} are at hand; seen: {one.seen}; confidence: {one.confidence}.",
@@ -162,6 +160,33 @@ def published() -> str:
         ]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def facts() -> str:
+    """What each recipe with facts follows, what of that was never said, and what a run of it takes."""
+    parts = []
+    for name, recipe in _with_facts():
+        assert recipe.facts is not None
+        lines = [line.split(": ", 1) for line in _unwrapped(recipe.facts.lines(trains=recipe.train is not None))]
+        items = [f"- **{head[:1].upper()}{head[1:]}**: {_plain(rest)}" for head, rest in lines]
+        parts.append("\n".join([f"### {name}", "", f"{_plain(recipe.description)} `{recipe.model.id}`", "", *items]))
+    return "\n\n".join(parts)
+
+
+def _with_facts() -> list[tuple[str, Recipe]]:
+    found = ((name, load_recipe(name)) for name in shipped_files())
+    return [(name, recipe) for name, recipe in found if recipe.facts is not None and recipe.facts.published]
+
+
+def _unwrapped(lines: Iterable[str]) -> list[str]:
+    """Paragraphs whose further lines are indented, each on one line."""
+    found: list[str] = []
+    for line in lines:
+        if line.startswith("  ") and found:
+            found[-1] += f" {line.strip()}"
+        else:
+            found.append(line)
+    return found
 
 
 def _plain(text: str) -> str:
@@ -178,4 +203,5 @@ INSERTS: dict[str, Callable[..., str]] = {
     "format-errors": format_errors,
     "commands": commands,
     "published": published,
+    "facts": facts,
 }
