@@ -123,9 +123,13 @@ def test_what_is_not_run_says_why() -> None:
 
 
 def sandbox(folder: Path, model: Callable[[Path], None], data: Path | None) -> dict[str, str]:
-    """A folder as the documents assume it, with halfbyte on the path, and the environment to run in."""
+    """A folder as the documents assume it, with halfbyte on the path, and the environment to run in.
+
+    A verdict is a result, and so is what the doctor finds: their exit codes do not end a page.
+    """
     for name in ("models/SmolLM2-135M-Instruct", "in-house"):
         model(folder / name)
+    (folder / "MODEL").symlink_to("in-house")
     if data is not None:
         (folder / "DATA").symlink_to(data)
     programs = folder / ".venv" / "bin"
@@ -133,7 +137,7 @@ def sandbox(folder: Path, model: Callable[[Path], None], data: Path | None) -> d
     halfbyte = Path(sys.executable).parent / "halfbyte"
     (programs / "halfbyte").write_text(
         f'#!/bin/bash\n"{halfbyte}" "$@"\ncode=$?\n'
-        'case "$1:$code" in run:[134] | gate:[134] | report:[134]) exit 0 ;; esac\n'  # verdicts are results
+        'case "$1:$code" in run:[134] | gate:[134] | report:[134] | doctor:2) exit 0 ;; esac\n'
         "exit $code\n",
         encoding="utf-8",
     )
