@@ -54,6 +54,8 @@ class Drawn:
     name: str
     fulfilment: float
     """Mean over the prompts."""
+    change: float | None
+    """Standard error of its difference from the original's, prompt by prompt; None for the original."""
     exact: float
     """Part of the images that show all that was asked for."""
     psnr: float | None = None
@@ -78,7 +80,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--prompts", type=int, default=2048)
     parser.add_argument("--device", default=None)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of the recipes")
     args = parser.parse_args()
@@ -120,7 +122,7 @@ def measure(
     assert spec is not None
     asked = prompts(CALIBRATION + EVALUATION + TRAINING + count)[CALIBRATION + EVALUATION + TRAINING :]
     baseline = draw(model, load_transformer(model / "transformer", dtype="float32", device=job.device), asked, spec)
-    rows = [_scored("BF16", asked, baseline, None)]
+    rows = [_scored("BF16", asked, baseline)]
     first: RunFolder | None = None
     for name, one in jobs.items():
         run = RunFolder(out / "runs" / name.lower().replace(",", "").replace(" ", "-"))
@@ -175,14 +177,17 @@ def draw(folder: Path, transformer: Any, asked: list[str], spec: ImagesSpec) -> 
     return images
 
 
-def _scored(name: str, asked: list[str], images: list[Any], baseline: list[Any] | None, seconds: float = 0.0) -> Drawn:
+def _scored(
+    name: str, asked: list[str], images: list[Any], baseline: list[Any] | None = None, seconds: float = 0.0
+) -> Drawn:
     fulfilled = open_metric("fulfilment").scores(images, asked)
-    apart = [
-        None if baseline is None else statistics.fmean(open_metric(metric).scores(images, asked, baseline))
-        for metric in ("psnr", "ssim")
-    ]
-    exact = statistics.fmean(value == 1.0 for value in fulfilled)
-    return Drawn(name, statistics.fmean(fulfilled), exact, apart[0], apart[1], round(seconds, 1))
+    mean, exact = statistics.fmean(fulfilled), statistics.fmean(value == 1.0 for value in fulfilled)
+    if baseline is None:
+        return Drawn(name, mean, None, exact)
+    others = open_metric("fulfilment").scores(baseline, asked)
+    change = statistics.stdev(map(float.__sub__, fulfilled, others)) / len(asked) ** 0.5
+    apart = [statistics.fmean(open_metric(metric).scores(images, asked, baseline)) for metric in ("psnr", "ssim")]
+    return Drawn(name, mean, change, exact, apart[0], apart[1], round(seconds, 1))
 
 
 def recovered(original: Drawn, ptq: Drawn, trained: Drawn) -> Recovered:
@@ -203,11 +208,11 @@ def report(result: dict[str, Any]) -> str:
         f"{result['prompts']} prompts, one image each of {result['steps']} steps, {result['seconds']} s in all on "
         f"{result['hardware']['cuda'] or 'a CPU'}.",
         "",
-        "| model | fulfilment | all shown | PSNR | SSIM | fulfilment won back | error won back |",
-        "| --- | --: | --: | --: | --: | --: | --: |",
+        "| model | fulfilment | ± of the loss | all shown | PSNR | SSIM | fulfilment won back | error won back |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for row, share in zip(result["rows"], won, strict=True):
-        cells = [row["name"], f"{row['fulfilment']:.4f}", f"{row['exact']:.1%}"]
+        cells = [row["name"], f"{row['fulfilment']:.4f}", _apart(row["change"]), f"{row['exact']:.1%}"]
         cells += ["–", "–"] if row["psnr"] is None else [f"{row['psnr']:.2f} dB", f"{row['ssim']:.4f}"]
         cells += ["–", "–"] if share is None else [_share(share["fulfilment"]), _share(share["psnr"])]
         lines.append(f"| {' | '.join(cells)} |")
@@ -220,6 +225,10 @@ def mean(result: dict[str, Any], name: str) -> float | None:
     """What the seeds won back on average; None where PTQ lost nothing."""
     found = [one[name] for one in result["recovered"]]
     return None if None in found else statistics.fmean(found)
+
+
+def _apart(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
 
 
 def _share(value: float | None) -> str:

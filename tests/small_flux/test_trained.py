@@ -130,14 +130,17 @@ def test_it_draws_what_is_asked_for_and_not_something_else(drawn: Callable[[str 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cache")
-def test_quantization_harms_it_and_fp4_more_than_fp8(drawn: Callable[[str | None], list[Any]]) -> None:
+def test_quantization_changes_what_is_seen_and_fp4_more_than_fp8(drawn: Callable[[str | None], list[Any]]) -> None:
+    """The mean fulfilment of some dozens of images is too uncertain to be compared: small_flux/qad.py takes more."""
     asked, original = prompts(COUNT), drawn(None)
-    psnr = {
-        name: fmean(open_metric("psnr").scores(drawn(name), asked, original))
-        for name in ("demo-image-fp8", "demo-image-nvfp4")
-    }
+    psnr, other = {}, {}
+    for name in ("demo-image-fp8", "demo-image-nvfp4"):
+        psnr[name] = fmean(open_metric("psnr").scores(drawn(name), asked, original))
+        pairs = zip(*(open_metric("fulfilment").scores(side, asked) for side in (original, drawn(name))), strict=True)
+        other[name] = sum(ours != theirs for ours, theirs in pairs)
     assert psnr["demo-image-nvfp4"] + 3 < psnr["demo-image-fp8"] < 60
-    assert fulfilled(drawn("demo-image-nvfp4"), asked) < fulfilled(original, asked)
+    assert 0 < other["demo-image-fp8"] < other["demo-image-nvfp4"]
+    assert other["demo-image-nvfp4"] > COUNT / 4
 
 
 @pytest.mark.slow
@@ -155,8 +158,8 @@ def test_what_qad_wins_back_is_measured_on_what_is_read_back(model: Path, tmp_pa
 
 
 def test_what_is_won_back_is_a_share_of_what_was_lost() -> None:
-    original, ptq = Row("BF16", 0.9, 0.5), Row("PTQ", 0.8, 0.4, 20.0, 0.8)
-    won = recovered(original, ptq, Row("QAD", 0.85, 0.4, 23.0103, 0.9))
+    original, ptq = Row("BF16", 0.9, None, 0.5), Row("PTQ", 0.8, 0.01, 0.4, 20.0, 0.8)
+    won = recovered(original, ptq, Row("QAD", 0.85, 0.01, 0.4, 23.0103, 0.9))
     assert won.fulfilment == pytest.approx(0.5)
     assert won.psnr == pytest.approx(0.5, abs=1e-4)
     assert recovered(original, ptq, ptq).psnr == 0
