@@ -249,7 +249,15 @@ def _opening(folder: Path) -> Iterator[None]:
         with quiet_upstream():
             yield
     except (*REFUSALS, StrictDataclassError, SafetensorError) as error:
-        raise UserError(f"transformers cannot open {folder}: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(
+            f"transformers cannot open {folder}: {' '.join(str(error).split())[:300]}", _way_out(error)
+        ) from error
+
+
+def _way_out(error: Exception) -> str | None:
+    if "custom code" not in str(error):
+        return None
+    return "no code of a model's folder is run: register its classes with transformers first, as docs/in-house.md shows"
 
 
 def _causal_config(source: Source) -> PretrainedConfig:
