@@ -138,7 +138,7 @@ def test_the_pinned_versions_satisfy_pyproject() -> None:
         canonicalize_name(r.name): r for r in map(Requirement, (line for line in lines if not line.startswith("#")))
     }
     extras = PYPROJECT["project"]["optional-dependencies"]
-    for text in [*PYPROJECT["project"]["dependencies"], *extras["dev"], *extras["gguf"]]:
+    for text in [*PYPROJECT["project"]["dependencies"], *extras["dev"], *extras["docs"], *extras["gguf"]]:
         wanted = Requirement(text)
         pin = pins[canonicalize_name(wanted.name)]
         (version,) = (specifier.version for specifier in pin.specifier)
