@@ -59,6 +59,29 @@ def test_an_insert_that_cannot_be_filled_in_is_an_error(wrong: str) -> None:
         inserts.filled(wrong)
 
 
+def _kl(table: str) -> dict[str, float]:
+    """The KL divergence of each row of a table of measured runs."""
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    at = next(i for i, cell in enumerate(head) if cell.startswith("KL to BF16"))
+    return {row[0]: float(row[at].split(" ")[0]) for row in rows if row[at] != "–"}
+
+
+def test_what_the_text_concludes_is_in_the_measured_tables() -> None:
+    folder = ROOT / "reports" / "measured" / "2026-11-30-smollm2-inhouse-h200"
+    smollm2, inhouse, *trained = map(_kl, inserts.tables_of(folder / "README.md")[:4])
+    for found in (smollm2, inhouse):
+        four_bits = {name: kl for name, kl in found.items() if name.startswith("NVFP4") and "KV" not in name}
+        assert sorted(four_bits, key=four_bits.__getitem__) == ["NVFP4-SVDQUANT", "NVFP4-AWQ", "NVFP4"]
+        assert found["MXFP8"] < 1.05 * found["FP8"] < 0.2 * found["NVFP4"]
+        assert found["NVFP4 + FP8 KV"] < 1.05 * found["NVFP4"]
+    assert 2.5 < smollm2["MXFP4"] / smollm2["NVFP4"] < 3.5
+    assert "MXFP4" not in inhouse
+    for found in trained:
+        qat, qad = (next(kl for name, kl in found.items() if method in name) for method in ("QAT", "QAD"))
+        assert qad < 0.5 * found["NVFP4 PTQ"]
+        assert qat > found["NVFP4 PTQ"]
+
+
 @pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
