@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from halfbyte.quant.configs import methods
-from halfbyte.quant.forward_memory import PassMemory, counting
+from halfbyte.quant.forward_memory import PassMemory, counting, weight_bytes
 from halfbyte.quant.layers import Layer, fused_groups
 from halfbyte.quant.plan import Plan
 from halfbyte.quant.training_memory import Unpredictable
@@ -17,8 +17,8 @@ from halfbyte.recipes.schema import CalibrationSpec
 _KNOWN = (None, "max", "awq_lite", "svdquant")
 _CHUNK = {"cuda": 2**24, "cpu": 2**19}
 """Values that rounding.round_in_place works on at once."""
-_BYTES_OF_A_VALUE = 17
-"""That settling a format takes at most for each of them: float32 copies, and what is compared."""
+_BYTES_OF_A_VALUE = 12
+"""That settling takes for each of them: float32 copies, and what is compared."""
 
 
 def calibration_memory(
@@ -33,9 +33,9 @@ def calibration_memory(
 ) -> PassMemory:
     """The peak of calibrating, settling and exporting: the weights, and the most that one of these adds at a time.
 
-    - calibrating: a forward pass over batch_size x length tokens that computes one logit row, counted on tensors
-      without values. AWQ and SVDQuant search: each linear beside it holds its input smoothed, its weight scaled, that
-      weight rounded, and a second output.
+    - calibrating, where the algorithm has anything to measure: a forward pass over batch_size x length tokens that
+      computes one logit row, counted on tensors without values. AWQ and SVDQuant search: each linear beside it holds
+      its input smoothed, its weight scaled, that weight rounded, and a second output.
     - SVDQuant decomposes each weight [m, n] in float64: 8 (m n + k (m + n)) bytes with k = min(m, n), and once more
       those that are fused when served, put together in float32: 8 m n more. Its factors stay: rank (m + n) values each.
     - settling: `_BYTES_OF_A_VALUE` for each value of a chunk.
@@ -60,9 +60,11 @@ def calibration_memory(
     if not found <= set(_KNOWN):
         raise Unpredictable(f"what {', '.join(sorted(str(one) for one in found - set(_KNOWN)))} takes is not known")
     searches = bool(found & {"awq_lite", "svdquant"})
-    with counting(make_model, config, plan, "searching" if searches else "original", compute) as (model, count):
-        ids = torch.zeros(spec.batch_size, spec.length, dtype=torch.long)
-        passed, _ = count(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))
+    working = 0
+    if found != {None}:
+        with counting(make_model, config, plan, "searching" if searches else "original", compute) as (model, count):
+            ids = torch.zeros(spec.batch_size, spec.length, dtype=torch.long)
+            working = count(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))[0].working
     values = max((layer.weights for layer in plan.layers), default=0)
     settling = _BYTES_OF_A_VALUE * min(_CHUNK[device], max((layer.weights for layer in plan.quantized), default=0))
     exporting = values * own.itemsize if compute != own else 0
@@ -70,7 +72,8 @@ def calibration_memory(
     if "svdquant" in found:
         factors = sum(layer.rank * sum(layer.shape) for layer in plan.quantized) * compute.itemsize
         decomposing = max(_decomposed(group) for group in _together(plan))
-    return PassMemory(passed.weights, factors + max(passed.working, decomposing, settling, exporting))
+    weights = weight_bytes(plan, "original", compute)
+    return PassMemory(weights, factors + max(working, decomposing, settling, exporting))
 
 
 def _together(plan: Plan) -> list[list[Layer]]:

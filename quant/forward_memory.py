@@ -12,12 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from halfbyte.quant.layers import Layer
 from halfbyte.quant.plan import Plan
 from halfbyte.quant.shared import share_inputs
 from halfbyte.quant.training_memory import Counter, Unpredictable, without_values
 from halfbyte.quant.upstream import quiet_upstream
 
 T = TypeVar("T")
+_CHUNK = 2**19
+"""Values that a CPU quantizes or dequantizes at once."""
+_INSIDE = 8.5
+"""Bytes for each of them that fake_quantize takes beside its result: magnitudes and codes in float32, and a copy."""
 State = Literal["original", "searching", "folded", "packed"]
 """A model as it is, one whose smoothing scales AWQ searches, or a checkpoint read back in one of the two ways."""
 
@@ -63,7 +68,7 @@ def build(
     """The model of a state on the meta device, with the quantizers that work in a forward pass.
 
     A packed weight is dequantized when its layer runs, as in quant.packed: one tensor of its shape in `dtype`, which is
-    gone when the layer has run. What a CPU needs beside it for half a million values at a time is not counted.
+    gone when the layer has run.
 
     Args:
         make_model: Makes the model from its configuration in a type, on the device that is torch's default.
@@ -88,23 +93,36 @@ def build(
                     module.disable()
                 elif not module.is_mx_format:
                     module.amax = torch.ones((), device="meta")
-        for name, layer in quantized.items() if state != "searching" else ():
-            if layer.smoothing and layer.kind != "Expert":
-                module = model.get_submodule(name)
-                module.input_quantizer.pre_quant_scale = torch.ones(layer.shape[-1], dtype=dtype, device="meta")
         if state != "searching":
             share_inputs(model)
-        special = {"packed": _dequantizing, "searching": _searching}.get(state)
         for name, module in model.named_modules():
-            if special and name in quantized and isinstance(getattr(module, "weight", None), nn.Parameter):
-                module.forward = special(module)
+            layer = quantized.get(name)
+            if layer is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
+                continue
+            if state == "searching":
+                module.forward = _searching(module)
+                continue
+            if layer.smoothing and not layer.rank:
+                module.input_quantizer.pre_quant_scale = torch.ones(layer.shape[-1], dtype=dtype)
+            module.forward = _reading_back(module, layer, packed=state == "packed")
     return model
 
 
-def _dequantizing(module: Any) -> Callable[[Tensor], Tensor]:
+def _reading_back(module: Any, layer: Layer, *, packed: bool) -> Callable[[Tensor], Tensor]:
+    """What packed.QuantizedLinear does."""
+
     def forward(x: Tensor) -> Tensor:
-        weight = torch.empty_like(module.weight)
-        return F.linear(module.input_quantizer(x), weight, module.bias)
+        weight = module.weight
+        if packed:
+            weight = torch.empty_like(weight)
+            torch.empty(min(_CHUNK, weight.numel()), dtype=torch.float32)  # looked up, before it is rounded
+        if not layer.rank:
+            return F.linear(module.input_quantizer(x), weight, module.bias)
+        rows, columns = layer.shape
+        x = x * torch.empty(columns, dtype=x.dtype)
+        branch = F.linear(F.linear(x, x.new_empty(layer.rank, columns)), x.new_empty(rows, layer.rank))
+        x = module.input_quantizer(x)
+        return F.linear(x, weight, module.bias) + branch
 
     return forward
 
@@ -132,21 +150,19 @@ def _stand_in(module: Any, packed: Collection[str]) -> Callable[..., Tensor]:
     For each of them it takes the tokens that were sent there, both halves of the first product, their product, the
     second product and its weighted form; of packed weights one expert's are dequantized at a time.
     """
-    first, second = module.gate_up_proj, module.down_proj
-    hidden, inner = second.shape[-2], second.shape[-1]
-    if first.shape[-1] != hidden:  # [experts, in, out]
-        hidden, inner = inner, hidden
 
     def forward(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        first, second = module.gate_up_proj, module.down_proj
+        inner = second.numel() // len(second) // x.shape[-1]
         found, rows = torch.zeros_like(x), x.reshape(-1, x.shape[-1])
         taken = torch.empty_like(rows)
         weight = first.new_empty(first.shape[1:]) if "gate_up_proj" in packed else None
-        both = taken.new_empty(len(rows), first.numel() // len(first) // hidden)
+        both = taken.new_empty(len(rows), first.numel() // len(first) // x.shape[-1])
         del weight
         product = taken.new_empty(len(rows), inner)
         del both
         weight = second.new_empty(second.shape[1:]) if "down_proj" in packed else None
-        given = taken.new_empty(len(rows), hidden)
+        given = torch.empty_like(rows)
         del weight, product
         weighted = torch.empty_like(given)
         del given
@@ -173,7 +189,8 @@ def counting(
 ) -> Iterator[tuple[Any, Callable[[Callable[[], T]], tuple[PassMemory, T]]]]:
     """A model without values, and what counts a pass over it.
 
-    Attention is counted as torch's fused kernels do it, and an operation without what it allocates and frees inside.
+    Attention is counted as torch's fused kernels do it, and an operation without what it allocates and frees inside,
+    but for quantizers as they are on a CPU, which is too much by a few MB on a GPU.
 
     Args:
         make_model: See build.
@@ -202,6 +219,7 @@ def counting(
 
             def count(run: Callable[[], T]) -> tuple[PassMemory, T]:
                 counter = Counter(vocabulary, shapes, {})
+                counter.inside = _INSIDE, _CHUNK
                 for tensor in (*model.parameters(), *model.buffers()):
                     counter.hold(tensor, "weights")
                 with counter:

@@ -77,6 +77,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self.peak: dict[Kind, int] = dict(self.now)
         self.optimizing = False
+        self.inside: tuple[float, int] = 0.0, 0
+        """What a quantizer takes inside, beside its result: bytes a value, for so many values at most."""
         self._known: Any = WeakIdKeyDictionary()
 
     def hold(self, tensor: Tensor, kind: Kind) -> None:
@@ -95,6 +97,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._total(self.now) > self._total(self.peak):
             self.peak = dict(self.now)
 
+    def _pass_by(self, size: int) -> None:
+        """Looks at a moment in which there was so much more."""
+        if self._total(self.now) + size > self._total(self.peak):
+            self.peak = {**self.now, "quantized": self.now["quantized"] + size}
+
     def _total(self, sizes: dict[Kind, int]) -> int:
         return sum(size // self.shares.get(kind, 1) for kind, size in sizes.items())
 
@@ -106,6 +113,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Runs the operation and counts what it returns."""
         found = func(*args, **(kwargs or {}))
+        if func.namespace == "tensorrt":
+            self._pass_by(int(self.inside[0] * min(self.inside[1], args[0].numel())))
         for tensor in tree_leaves(found):
             if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self._known:
                 self.hold(tensor, self._kind(func, tensor))
