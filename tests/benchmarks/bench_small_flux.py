@@ -1,6 +1,8 @@
-"""What QAD wins back of what NVFP4 took from the trained small Flux: at least half, on the mean of three seeds.
+"""What QAD wins back of the error that NVFP4 makes in the trained small Flux: at least half, the mean of three seeds.
 
-On a CPU it is only tried out: eight images of a training of four steps say nothing.
+How much of the prompts' fulfilment comes back is printed with the standard error of the loss, and holds nothing: a
+thousand prompts do not tell PTQ and QAD apart. On a CPU the benchmark is only tried out: eight images of a training of
+four steps say nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ TRIED_OUT = [
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
-def test_qad_wins_back_half_of_what_nvfp4_took(device: str, tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+def test_qad_wins_back_half_of_the_error_that_nvfp4_made(device: str, tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
     if not MODEL.is_dir():
         pytest.skip(f"{MODEL} is missing: tests/small_flux/train.py trains it on a GPU")
     whole = device == "cuda"
-    result = measure(
-        tmp_path, MODEL, [1, 2, 3] if whole else [1], 2048 if whole else 8, device, [] if whole else TRIED_OUT
-    )
+    seeds, prompts = ([1, 2, 3], 1024) if whole else ([1], 8)
+    result = measure(tmp_path, MODEL, seeds, prompts, device, [] if whole else TRIED_OUT)
     print(f"\n{report(result)}")
     if whole:
-        found = [mean(result, name) for name in ("fulfilment", "psnr")]
-        assert all(one is not None and one >= 0.5 for one in found)
+        won = mean(result, "psnr")
+        assert won is not None
+        assert won >= 0.5

@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--prompts", type=int, default=2048)
+    parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--device", default=None)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of the recipes")
     args = parser.parse_args()
