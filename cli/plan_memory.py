@@ -51,7 +51,8 @@ def plan_memory(
     - evaluation, of the original and of the checkpoint folded and packed: its weights (forward_memory.weight_bytes),
       and the most of: the largest pass that scores; the largest pass over prompts of texts that are generated, with the
       keys and values of all texts at once beside it, each with room for the longest. On a GPU these get at most three
-      quarters of what the weights leave.
+      quarters of what the weights leave. On a CPU packed weights are views of the mapped file, of which the pages of
+      what is not quantized stay as well after they were converted to another type.
     - fidelity: the candidate's logits of a window and the baseline's, with the baseline's output embedding where it is
       kept on disk, and `_FIDELITY` bytes for each logit of a slice.
     - training: see quant.training_memory; loading and calibrating take no more than calibration.
@@ -141,7 +142,11 @@ def _evaluation(
                 peaks.append(memory.working + _slots(slots, bytes_a_token, capacity, weights))
     except Unpredictable as error:
         return StageMemory(name, weights, None, f"not predicted: {error}")
-    return StageMemory(name, weights, weights + max(peaks), note)
+    mapped = 0
+    own = torch_dtype(job.recipe.model.dtype)
+    if state == "packed" and kind == "cpu" and compute != own:
+        mapped = job.plan.tensor_bytes - sum(layer.stored_bytes(own.itemsize) for layer in job.plan.quantized)
+    return StageMemory(name, weights, weights + mapped + max(peaks), note)
 
 
 def _slots(tokens: int, bytes_a_token: int, capacity: int | None, weights: int) -> int:

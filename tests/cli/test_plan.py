@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from killed import write_tiny_tasks
 from line import write_recipe
 from training import write_training
@@ -197,3 +200,47 @@ def test_hours_from_a_warm_up_are_those_of_the_evaluation(
         if abs(ratios[-1] - 1) < 0.3:
             return
     pytest.fail(f"predicted over measured: {ratios}")
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_smollm2_is_as_large_and_takes_as_much_as_its_plan_says(
+    smollm2: Path, data_root: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The size from the public configuration; the memory of processes of their own."""
+    assert not cache.exists()
+    texts = tmp_path / "texts.txt"
+    texts.write_text("The cat sees the moon.\n" * 8, encoding="utf-8")
+    content = {
+        "base": "smollm2-135m-nvfp4",
+        "name": "mine",
+        "model": {"id": str(smollm2)},
+        "quantize": {"calibration": {"sources": [{"dataset": str(texts), "samples": 8}]}},
+        "evaluate": {"tasks": [{"task": "arc_easy", "limit": 20}], "fidelity": None},
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    configured = f"model.id={CONFIGS / 'SmolLM2-135M-Instruct'}"
+    size = plan(capsys, str(path), "--device", "cpu", "--set", configured)["checkpoint_bytes"]
+    common = ["--device", "cpu", "--data-root", str(data_root), "--quiet"]
+    found = json.loads(halfbyte("plan", str(path), *common, "--json"))
+    halfbyte("quantize", str(path), *common, "--output", str(tmp_path / "run"))
+    (file,) = (tmp_path / "run" / "checkpoint").glob("*.safetensors")
+    with file.open("rb") as content_of:
+        header = int.from_bytes(content_of.read(8), "little")
+    assert found["checkpoint_bytes"] == size == file.stat().st_size - header - 8
+    for stage, model, weights in (
+        ("evaluation_baseline", smollm2, "folded"),
+        ("evaluation_folded", tmp_path / "run", "folded"),
+        ("evaluation_packed", tmp_path / "run", "packed"),
+    ):
+        asked = ("--tasks", "arc_easy", "--limit", "20", "--weights", weights, "--output", str(tmp_path / stage))
+        (record,) = json.loads(halfbyte("eval", str(model), *asked, *common, "--json"))
+        assert found["peak_memory_bytes"][stage] == pytest.approx(record["memory_bytes"], rel=0.10), stage
+
+
+def halfbyte(*arguments: str) -> str:
+    """What a process of its own prints."""
+    return subprocess.run(
+        [sys.executable, "-m", "halfbyte", *arguments], capture_output=True, text=True, check=True
+    ).stdout
