@@ -95,7 +95,10 @@ def _plan_of(
     process = _resident() if place.device.type == "cpu" else 0
     gpu = place.capacity if place.device.type == "cuda" else None
     memory = plan_memory(job, tasks, training, process=process, capacity=gpu)
-    speeds = throughput.over(measured_on(_profile(place.name), token_weights(job)))
+    profile = measured_on(_profile(place.name), token_weights(job))
+    if job.recipe.evaluate.backend != "hf":
+        profile = profile.without("scored", "generated")  # measured of our own scorer and generator
+    speeds = throughput.over(profile)
     if args.measure:
         speeds = throughput.over(measure(job, tasks).over(speeds))
     hours = plan_hours(job, tasks, training, speeds, calibration_tokens(job, args.data_root))

@@ -37,6 +37,10 @@ class Throughput:
     prompts_included: bool = False
     """Whether the seconds of generated tokens are with those of their prompts."""
 
+    def without(self, *kinds: str) -> Throughput:
+        """What is left when some kinds are not known."""
+        return replace(self, rates={kind: rate for kind, rate in self.rates.items() if kind not in kinds})
+
     def over(self, other: Throughput) -> Throughput:
         """These speeds, and the other ones where these say nothing."""
         if not self.rates:

@@ -46,6 +46,10 @@ def test_stated_speeds_stand_before_measured_ones() -> None:
     assert not stated("generated=5").over(measured_on("H200", 1e9)).prompts_included
 
 
+def test_speeds_of_another_engine_are_not_ours() -> None:
+    assert measured_on("H200", 1e9).without("scored", "generated").rates.keys() == {"calibrated"}
+
+
 @pytest.mark.parametrize(
     ("text", "said"), [("skored=5", "did you mean 'scored'"), ("scored=0", "names no tokens"), (" , ", "no speed")]
 )
