@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.recipes.data import data_root
-from halfbyte.recipes.find import load_evaluation
+from halfbyte.recipes.find import load_evaluation, require_distinct
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.cache import EVALUATIONS
 from halfbyte.records.digests import cache_folder
@@ -19,7 +19,7 @@ from halfbyte.records.files import dumps
 from halfbyte.records.manifest import hardware
 from halfbyte.records.noise import load_noise
 from halfbyte.records.record import EvaluationRecord, load_record
-from halfbyte.sides import Side, cached_folder, evaluate_into, identify, measure_noise, require_distinct, whole_record
+from halfbyte.sides import Side, cached_folder, evaluate_into, identify, measure_noise, whole_record
 
 if TYPE_CHECKING:
     from halfbyte.eval.plan import TaskPlan

@@ -32,24 +32,24 @@ def run(args: Namespace) -> int:
     else:
         texts = f"{path.stem}-calibration.jsonl" if looked.chats else "demo-calibration.txt"
         text = recipe_text(looked, model, name, str(path), texts)
-    own = looked is not None and bool(looked.chats)
-    if own:
+    chats = "" if looked is None else calibration_lines(looked)
+    if chats:
         _require_free(path.with_name(texts))
     with tempfile.TemporaryDirectory() as folder:  # what is published has been read and planned
         draft = Path(folder) / path.name
         draft.write_text(text, encoding="utf-8")
-        if looked is not None and own:
-            (draft.parent / texts).write_text(calibration_lines(looked), encoding="utf-8")
+        if chats:
+            (draft.parent / texts).write_text(chats, encoding="utf-8")
         job = produce.prepare(load_recipe(str(draft)), read_ahead=False, weights=False)
     with disk_full_is_a_user_error(path):
-        if looked is not None and own:
-            write_text(path.with_name(texts), calibration_lines(looked))
+        if chats:
+            write_text(path.with_name(texts), chats)
         write_text(path, text)
     if args.json:
-        calibration = str(path.with_name(texts)) if own else None
+        calibration = str(path.with_name(texts)) if chats else None
         print(dumps({"recipe": str(path), "calibration": calibration, "name": name, **job.plan.as_dict()}), end="")
         return 0
-    print(f"{job.plan}\nwrote {path}" + (f" and {path.with_name(texts)}" if own else ""))
+    print(f"{job.plan}\nwrote {path}" + (f" and {path.with_name(texts)}" if chats else ""))
     print(f"next: halfbyte run {path} --dry-run")
     return 0
 

@@ -85,6 +85,7 @@ def _plan_of(
         from halfbyte.plan_images import plan_images
 
         return plan_images(job, place.name, place.capacity)
+    from halfbyte.eval.memory import resident  # with all that is imported, as a run has too
     from halfbyte.plan_hours import calibration_tokens, measure, plan_hours, token_weights
     from halfbyte.plan_memory import plan_memory
     from halfbyte.plan_tokens import count_tokens
@@ -92,7 +93,7 @@ def _plan_of(
 
     training = plan_training(job, capacity=place.capacity, measured=args.measure)
     tasks = count_tokens(job, args.data_root)
-    process = _resident() if place.device.type == "cpu" else 0
+    process = resident() if place.device.type == "cpu" else 0
     gpu = place.capacity if place.device.type == "cuda" else None
     memory = plan_memory(job, tasks, training, process=process, capacity=gpu)
     profile = measured_on(_profile(place.name), token_weights(job))
@@ -126,13 +127,6 @@ def _plan_of(
 def _profile(name: str) -> str:
     """The name that throughput.yaml has for a device: torch calls an H200 'NVIDIA H200'."""
     return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
-
-
-def _resident() -> int:
-    """Bytes of this process with all that it has imported, as a run has too."""
-    from halfbyte.eval.memory import resident
-
-    return resident()
 
 
 def _power(tasks: list[TaskTokens], policy: Policy) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from halfbyte.eval.evaluate import evaluate_backend, evaluate_task, finished_record, settings_key, usable_record
 from halfbyte.recipes.data import data_root as find_root
+from halfbyte.recipes.find import require_distinct
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.cache import evaluation_folder, locked, mark_used
 from halfbyte.records.digests import cache_folder, model_digest
@@ -311,18 +312,6 @@ def evaluate_into(
         else:
             side.evaluate(spec, settings, folder, data_root)
     return folders
-
-
-def require_distinct(settings: EvaluateSpec) -> None:
-    """Refuses a task that is named twice, since each has one folder.
-
-    Raises:
-        UserError: naming it.
-    """
-    names = [spec.task for spec in settings.tasks]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
 
 
 def _taken(spec: TaskSpec, folder: Path, side: Side, settings: EvaluateSpec, data_root: Path | None) -> bool:

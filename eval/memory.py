@@ -67,18 +67,21 @@ class DevicePeak:
 
 def resident() -> int:
     """The resident size of this process now; its largest so far where the system does not tell."""
-    if _STATUS.is_file():
-        found = re.search(r"^VmRSS:\s+(\d+) kB$", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
-        if found is not None:
-            return int(found[1]) * 1024
-    return _resident()
+    return _status("VmRSS") or _resident()
 
 
 def _resident() -> int:
     """The largest resident size of this process."""
-    if _STATUS.is_file():
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
-        if found is not None:  # getrusage would count what the process that started this one had, too
-            return int(found[1]) * 1024
+    found = _status("VmHWM")
+    if found is not None:  # getrusage would count what the process that started this one had, too
+        return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status(field: str) -> int | None:
+    """Bytes that Linux says of this process."""
+    if not _STATUS.is_file():
+        return None
+    found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from halfbyte.eval.evaluate import TASKS
 from halfbyte.eval.quick import quick_environment, quick_index, quick_templates
 from halfbyte.recipes.data import cache_of, find_dataset, folder_digest, loading
+from halfbyte.recipes.find import require_distinct
 from halfbyte.recipes.schema import EvaluateSpec
 from halfbyte.records.errors import UserError, disk_full_is_a_user_error, unknown_name
 from halfbyte.records.manifest import git_commit
@@ -110,12 +111,9 @@ def require_tasks(settings: EvaluateSpec) -> None:
     Raises:
         UserError: naming it.
     """
-    names = [spec.task for spec in settings.tasks]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
-    for name in names:
-        find_manager(name, settings.include_path)
+    require_distinct(settings)
+    for spec in settings.tasks:
+        find_manager(spec.task, settings.include_path)
 
 
 def origin(name: str, include_path: str | None = None) -> list[str]:

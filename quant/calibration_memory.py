@@ -11,14 +11,13 @@ from halfbyte.quant.configs import methods
 from halfbyte.quant.forward_memory import PassMemory, counting, weight_bytes
 from halfbyte.quant.layers import Layer, fused_groups
 from halfbyte.quant.plan import Plan
+from halfbyte.quant.rounding import AT_ONCE
 from halfbyte.quant.training_memory import Unpredictable
 from halfbyte.recipes.schema import CalibrationSpec
 
 _KNOWN = (None, "max", "awq_lite", "svdquant")
-_CHUNK = {"cuda": 2**24, "cpu": 2**19}
-"""Values that rounding.round_in_place works on at once."""
 _BYTES_OF_A_VALUE = 12
-"""That settling takes for each of them: float32 copies, and what is compared."""
+"""That settling takes for each value that is rounded together: float32 copies, and what is compared."""
 
 
 def calibration_memory(
@@ -66,7 +65,7 @@ def calibration_memory(
             ids = torch.zeros(spec.batch_size, spec.length, dtype=torch.long)
             working = count(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))[0].working
     values = max((layer.weights for layer in plan.layers), default=0)
-    settling = _BYTES_OF_A_VALUE * min(_CHUNK[device], max((layer.weights for layer in plan.quantized), default=0))
+    settling = _BYTES_OF_A_VALUE * min(AT_ONCE[device], max((layer.weights for layer in plan.quantized), default=0))
     exporting = values * own.itemsize if compute != own else 0
     factors = decomposing = 0
     if "svdquant" in found:

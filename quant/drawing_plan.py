@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -21,13 +20,12 @@ from halfbyte.quant.pipelines import CONTROL, PipelineSource, empty_transformer
 from halfbyte.quant.shared import share_inputs
 from halfbyte.quant.train import steps_of
 from halfbyte.quant.training_memory import Memory, Step, compute_type, count, kept_type, put_quantizers, without_values
-from halfbyte.quant.training_plan import Change, TrainingPlan, device_memory, fits, most_kept
+from halfbyte.quant.training_plan import Change, TrainingPlan, device_memory, fits, most_kept, smaller
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.drawn import DrawnTrajectories
 from halfbyte.recipes.images import DrawnSpec
 from halfbyte.recipes.schema import CalibrationSpec
-from halfbyte.recipes.training import LoraSpec, TrainSpec
-from halfbyte.records.errors import UserError
+from halfbyte.recipes.training import TrainSpec
 from halfbyte.records.files import read_json
 
 _PATCH = 2
@@ -236,20 +234,4 @@ def _changes(
         memory = count_step(source, config, spec.model_copy(update=fields), compute)
         return Change(setting, memory.total, fits(memory, capacity))
 
-    if not spec.gradient_checkpointing:
-        yield changed("--set train.gradient_checkpointing=true", gradient_checkpointing=True)
-    if spec.batch_size > 1:
-        accumulated = spec.gradient_accumulation * spec.batch_size
-        yield changed(
-            f"--set train.batch_size=1 --set train.gradient_accumulation={accumulated}",
-            batch_size=1,
-            gradient_accumulation=2,  # more forward passes take no more memory
-        )
-    if spec.weights_dtype == "float32":
-        yield changed("--set train.weights_dtype=bfloat16", weights_dtype="bfloat16")
-    if spec.lora is None and not spec.learned_scales:
-        lora = None
-        with suppress(UserError):  # of a transformer that is too narrow for it
-            lora = changed("--set 'train.lora={rank: 16}'", lora=LoraSpec())
-        if lora is not None:
-            yield lora
+    yield from smaller(spec, changed)

@@ -37,7 +37,7 @@ _FP8_TINY_AMAX = 2.0**-24
 """The FP8 kernels take 1 for an amax up to this."""
 _TINY = torch.finfo(torch.float32).tiny
 _HUGE = torch.finfo(torch.float32).max
-_CHUNK = 2**19
+CHUNK = 2**19
 """Values worked on at once on a CPU: few enough for temporary tensors to be small, enough for all cores."""
 
 
@@ -78,7 +78,7 @@ def _pass_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _in_chunks(function: Callable[..., Tensor], x: Tensor, *more: Tensor) -> Tensor:
     """`function` of x and more, some of their rows at a time on a CPU; it keeps x's shape and type."""
-    step = max(1, _CHUNK * len(x) // max(1, x.numel()))
+    step = max(1, CHUNK * len(x) // max(1, x.numel()))
     if x.device.type != "cpu" or step >= len(x):
         return function(x, *more)
     result = torch.empty_like(x)

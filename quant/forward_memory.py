@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from halfbyte.quant.fake_quantize import CHUNK
 from halfbyte.quant.layers import Layer
 from halfbyte.quant.plan import Plan
 from halfbyte.quant.shared import share_inputs
@@ -19,10 +20,8 @@ from halfbyte.quant.training_memory import Counter, Unpredictable, without_value
 from halfbyte.quant.upstream import quiet_upstream
 
 T = TypeVar("T")
-_CHUNK = 2**19
-"""Values that a CPU quantizes or dequantizes at once."""
 _INSIDE = 8.5
-"""Bytes for each of them that fake_quantize takes beside its result: magnitudes and codes in float32, and a copy."""
+"""Bytes beside its result for each value that fake_quantize works on at once: magnitudes and codes, and a copy."""
 State = Literal["original", "searching", "folded", "packed"]
 """A model as it is, one whose smoothing scales AWQ searches, or a checkpoint read back in one of the two ways."""
 
@@ -115,7 +114,7 @@ def _reading_back(module: Any, layer: Layer, *, packed: bool) -> Callable[[Tenso
         weight = module.weight
         if packed:
             weight = torch.empty_like(weight)
-            torch.empty(min(_CHUNK, weight.numel()), dtype=torch.float32)  # looked up, before it is rounded
+            torch.empty(min(CHUNK, weight.numel()), dtype=torch.float32)  # looked up, before it is rounded
         if not layer.rank:
             return F.linear(module.input_quantizer(x), weight, module.bias)
         rows, columns = layer.shape
@@ -219,7 +218,7 @@ def counting(
 
             def count(run: Callable[[], T]) -> tuple[PassMemory, T]:
                 counter = Counter(vocabulary, shapes, {})
-                counter.inside = _INSIDE, _CHUNK
+                counter.inside = _INSIDE, CHUNK
                 for tensor in (*model.parameters(), *model.buffers()):
                     counter.hold(tensor, "weights")
                 with counter:

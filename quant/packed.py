@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfbyte.quant.compiled import dequantize_fp8, dequantize_nvfp4
+from halfbyte.quant.fake_quantize import CHUNK
 from halfbyte.quant.layouts import Storage
 from halfbyte.quant.numerics import (
     FP8,
@@ -28,9 +29,6 @@ from halfbyte.quant.numerics import (
     mxfp8_dequantize,
     nvfp4_dequantize,
 )
-
-_CHUNK = 2**19
-"""Values dequantized at once on a CPU: what lies between stays in its cache, which is several times faster."""
 
 
 def dequantize(
@@ -52,7 +50,7 @@ def dequantize(
     elif storage in ("fp8", "fp8_block", "fp8_channel"):
         scale = scale.reshape(-1, 1)
     rows, width = codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
-    step = max(_CHUNK // max(width, 1) // FP8_BLOCK, 1) * FP8_BLOCK
+    step = max(CHUNK // max(width, 1) // FP8_BLOCK, 1) * FP8_BLOCK
     if codes.device.type != "cpu" or rows <= step:
         return _values(storage, codes, scale, scale_2, dtype)
     values = torch.empty(rows, width, dtype=dtype)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfbyte.quant.fake_quantize import fp8_kernel_scales
+from halfbyte.quant.fake_quantize import CHUNK, fp8_kernel_scales
 from halfbyte.quant.numerics import (
     E4M3_MAX,
     FP8,
@@ -112,6 +112,8 @@ def _fp8_rounded(x: Tensor, in_memory: Tensor, scale: Tensor) -> Tensor:
     return fp8_dequantize(FP8(e4m3_round(x.float() * in_memory), scale), x.dtype)
 
 
+AT_ONCE = {"cuda": 2**24, "cpu": CHUNK}
+"""Values of a weight that are rounded together."""
 _NORMAL_SCALE = 2.0**-6
 """The smallest E4M3 value with all its bits: a block scale from here on is within a sixteenth of what it stands for."""
 _NORMAL_STEP = 2.0**-100
@@ -203,7 +205,7 @@ def _chunks(values: Tensor) -> Iterator[slice]:
     """Rows of a weight, some millions of values at a time on CUDA, and as many as a CPU's cache holds there."""
     rows = len(values)
     width = values.numel() // max(rows, 1)
-    step = max((2**24 if values.is_cuda else 2**19) // max(width, 1) // FP8_BLOCK, 1) * FP8_BLOCK
+    step = max(AT_ONCE["cuda" if values.is_cuda else "cpu"] // max(width, 1) // FP8_BLOCK, 1) * FP8_BLOCK
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

@@ -229,6 +229,33 @@ def training_plan(
         return plan
 
 
+def smaller(spec: TrainSpec, changed: Callable[..., Change], *, divided: bool = False) -> Iterator[Change]:
+    """What makes any training smaller, with what each would take.
+
+    Args:
+        spec: The train block.
+        changed: Given the setting as the user writes it and the fields of `spec` that it changes.
+        divided: Whether several devices share the training, which keeps its weights in float32.
+    """
+    if not spec.gradient_checkpointing:
+        yield changed("--set train.gradient_checkpointing=true", gradient_checkpointing=True)
+    if spec.batch_size > 1:
+        accumulated = spec.gradient_accumulation * spec.batch_size
+        yield changed(
+            f"--set train.batch_size=1 --set train.gradient_accumulation={accumulated}",
+            batch_size=1,
+            gradient_accumulation=2,  # more forward passes take no more memory
+        )
+    if spec.weights_dtype == "float32" and not divided:
+        yield changed("--set train.weights_dtype=bfloat16", weights_dtype="bfloat16")
+    if spec.lora is None and not spec.learned_scales:
+        lora = None
+        with suppress(UserError):  # of a model whose linears have other names, or that is too narrow for it
+            lora = changed("--set 'train.lora={rank: 16}'", lora=LoraSpec())
+        if lora is not None:
+            yield lora
+
+
 def _changes(
     make_model: Callable[[torch.dtype], Any],
     config: dict[str, Any],
@@ -246,23 +273,7 @@ def _changes(
         memory = count_step(make_model, config, spec.model_copy(update=fields), compute=compute, devices=number)
         return Change(setting, memory.total, fits(memory, capacity))
 
-    if not spec.gradient_checkpointing:
-        yield changed("--set train.gradient_checkpointing=true", gradient_checkpointing=True)
-    if spec.batch_size > 1:
-        accumulated = spec.gradient_accumulation * spec.batch_size
-        yield changed(
-            f"--set train.batch_size=1 --set train.gradient_accumulation={accumulated}",
-            batch_size=1,
-            gradient_accumulation=accumulated if accumulated < 2 else 2,  # more forward passes take no more memory
-        )
-    if spec.weights_dtype == "float32" and devices == 1:
-        yield changed("--set train.weights_dtype=bfloat16", weights_dtype="bfloat16")
-    if spec.lora is None and not spec.learned_scales:
-        lora = None
-        with suppress(UserError):  # of a model whose linears have other names, or that is too narrow for it
-            lora = changed("--set 'train.lora={rank: 16}'", lora=LoraSpec())
-        if lora is not None:
-            yield lora
+    yield from smaller(spec, changed, divided=devices > 1)
     if teacher_is_here(spec):
         teacher = (spec.teacher or TeacherSpec()).model_copy(update={"offline_top_k": _TOP_K})
         yield changed(f"--set train.teacher.offline_top_k={_TOP_K}", teacher=teacher)

@@ -124,6 +124,18 @@ def resolved_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
+def require_distinct(settings: EvaluateSpec) -> None:
+    """Refuses a task that is named twice, since each has one folder.
+
+    Raises:
+        UserError: naming it.
+    """
+    names = [spec.task for spec in settings.tasks]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
+
+
 def recipe_digest(recipe: Recipe) -> str:
     """SHA-256 of what a recipe asks for.
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from halfbyte.records.files import read_as
 from halfbyte.records.memory import MEMORY_FILE, MemoryRecord, MemoryRow
 from halfbyte.reports import figures
-from halfbyte.reports.comparison import PublishedCell, PublishedTable
-from halfbyte.reports.published import Published, published_tables
+from halfbyte.reports.comparison import PublishedTable
+from halfbyte.reports.published import Published, overlaid, published_tables
 
 _WAYS = {"VRAM_default": False, "VRAM_low_vram": True}
 """Columns of a published table, and whether the parts of a pipeline are loaded one at a time."""
@@ -33,21 +33,7 @@ def read_memory(folder: Path) -> MemoryRecord | None:
 
 def beside_memory(published: Published, record: MemoryRecord) -> PublishedTable:
     """The published table with our peaks in GB of 10^9 bytes, where a format of the same name was measured."""
-    cells = []
-    for row, values in published.rows.items():
-        for benchmark, value in zip(published.benchmarks, values, strict=True):
-            ours = _ours(record, row, _WAYS[benchmark])
-            difference = None if ours is None or value is None else ours - value
-            cells.append(PublishedCell(benchmark=benchmark, row=row, value=value, ours=ours, difference=difference))
-    return PublishedTable(
-        id=published.id,
-        model=published.model,
-        unit=published.unit,
-        source=published.source,
-        seen=published.seen,
-        settings=published.settings,
-        cells=cells,
-    )
+    return overlaid(published, lambda row, benchmark: _ours(record, row, _WAYS[benchmark]))
 
 
 def memory_tables(record: MemoryRecord | None, model: str) -> list[PublishedTable]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib.resources import files
 
 import yaml
@@ -111,20 +112,22 @@ def published_table(name: str) -> Published:
 def beside(published: Published, comparison: Comparison) -> PublishedTable:
     """The published table with our figures where we measured the same benchmark in a format of the same name."""
     scale = _SCALES.get(published.unit)
+
+    def measured(row: str, benchmark: str) -> float | None:
+        score = None if scale is None else _ours(comparison, *_named_cell(published, row, benchmark, comparison))
+        return None if score is None or scale is None else scale * score
+
+    return overlaid(published, measured)
+
+
+def overlaid(published: Published, measured: Callable[[str, str], float | None]) -> PublishedTable:
+    """The published table with what we measured of each cell, given its row and benchmark; None where we did not."""
     cells = []
     for row, values in published.rows.items():
         for benchmark, value in zip(published.benchmarks, values, strict=True):
-            score = None if scale is None else _ours(comparison, *_named_cell(published, row, benchmark, comparison))
-            ours = None if score is None or scale is None else scale * score
-            cells.append(
-                PublishedCell(
-                    benchmark=benchmark,
-                    row=row,
-                    value=value,
-                    ours=ours,
-                    difference=None if ours is None or value is None else ours - value,
-                )
-            )
+            ours = measured(row, benchmark)
+            difference = None if ours is None or value is None else ours - value
+            cells.append(PublishedCell(benchmark=benchmark, row=row, value=value, ours=ours, difference=difference))
     return PublishedTable(
         id=published.id,
         model=published.model,
