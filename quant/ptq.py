@@ -22,6 +22,7 @@ from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, FP8_BLOCK, amax_of_scale
 from halfbyte.quant.patches import fused_once, memory_kept, shards_side_by_side, unhurried_max
 from halfbyte.quant.rounding import Unstable, kept_buffers, put_back, quantized_weights, round_in_place
 from halfbyte.quant.upstream import quiet_upstream
+from halfbyte.quant.writing import on_host
 from halfbyte.records.digests import file_digests
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import atomic_folder, read_json, write_json
@@ -111,7 +112,7 @@ def save_calibration(model: nn.Module, folder: Path, key: str, **facts: Any) -> 
     with atomic_folder(folder) as partial:
         torch.save(description, partial / QUANTIZERS_FILE)
         for file, names in contents.items():
-            save_file({name: state[name].detach().contiguous().cpu() for name in names}, partial / file)
+            save_file({name: on_host(state[name].detach().contiguous()) for name in names}, partial / file)
         names = [QUANTIZERS_FILE, *contents]
         files = dict(zip(names, file_digests([partial / name for name in names]), strict=True))
         write_json(partial / STATE_FILE, {"schema_version": 3, "key": key, "files": files, **facts})

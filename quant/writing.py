@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Semaphore
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from halfbyte.records.digests import file_digest
@@ -26,6 +27,17 @@ class Save(Protocol):
         self, tensors: dict[str, Tensor], filename: str | PathLike[str], metadata: dict[str, str] | None = None
     ) -> None:
         """Writes tensors by name to a file."""
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor in host memory: itself where it lies there, else a copy.
+
+    Memory that was never touched is zeroed first. Left to the copy, the driver has it mapped page by page: on an H200's
+    host 4 GiB then took 3.2 s in any number of threads, instead of 0.4 s for zeros and 0.3 s for the copy.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype).zero_().copy_(tensor)
 
 
 @contextmanager
@@ -47,6 +59,8 @@ def side_by_side(save: Save) -> Iterator[Save]:
 
     def write(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None) -> None:
         try:
+            for name in tensors:
+                tensors[name] = on_host(tensors[name])
             save(tensors, path, metadata=metadata)
         finally:
             tensors.clear()
