@@ -109,14 +109,14 @@ def test_mmlu_five_shot(smollm2: Path, data_root: Path, tmp_path: Path, monkeypa
         plain = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=32, softmax_dtype="float32")
     few = min(limit or 10, 10)
     tried = {}
-    for size in (16, 32, 64):
+    for size in (8, 16, 32):
         try:
             tried[size] = _theirs(plain, size, few)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # its log-probabilities of the whole vocabulary at each position
             print(f"\nhf backend, batch size {size}: out of memory")
-            break
+            continue
         print(f"\nhf backend, batch size {size}, {few} a subject: {tried[size][1]:.1f} s of scoring")
-    best, second = sorted(tried, key=lambda size: tried[size][1])[:2]
+    best, *others = sorted(tried, key=lambda size: tried[size][1])
     wall, scoring, letters = _theirs(plain, best, limit)
     print(f"hf backend, batch size {best}: wall {wall:.1f} s, scoring {scoring:.1f} s, {len(letters)} questions")
     torch.cuda.empty_cache()
@@ -144,8 +144,11 @@ def test_mmlu_five_shot(smollm2: Path, data_root: Path, tmp_path: Path, monkeypa
         f"{len(batches)} batches, {distinct} tokens computed, {1 - behind / padded:.1%} padding; matrix products of "
         f"the layers alone {used / 1e12:.0f} TFLOP/s, {used / peak:.1%} of {peak / 1e12:.0f}; at most "
         f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB\n"
-        f"letters that differ: {_differing(letters, chosen):.2%} ours from hf at {best}; "
-        f"{_differing(tried[best][2], tried[second][2]):.2%} hf at {second} from hf at {best}, {few} a subject"
+        f"letters that differ: {_differing(letters, chosen):.2%} ours from hf at {best}"
+        + "".join(
+            f", {_differing(tried[best][2], tried[size][2]):.2%} hf at {size} from hf at {best}, {few} a subject"
+            for size in others
+        )
     )
     assert used >= 0.55 * peak
     assert 1 - behind / padded < 0.05

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import modeling_utils
 
 from halfbyte.quant import patches, writing
-from halfbyte.quant.writing import WRITERS, side_by_side
+from halfbyte.quant.writing import WRITERS, on_host, side_by_side
 from halfbyte.records import digests, files
 
 FILES = 3 * WRITERS
@@ -156,3 +156,17 @@ def test_an_interruption_waits_for_what_is_being_written(tmp_path: Path, cache: 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert done.is_set()
+
+
+def test_a_tensor_that_is_in_host_memory_is_not_copied() -> None:
+    tensor = torch.ones(3)
+    assert on_host(tensor) is tensor
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8, torch.int64])
+def test_a_tensor_comes_from_a_gpu_as_it_is(dtype: torch.dtype) -> None:
+    codes = torch.randint(0, 256, (33, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found = on_host(codes.view(dtype).to("cuda"))
+    assert (found.device.type, found.dtype) == ("cpu", dtype)
+    assert torch.equal(found.view(torch.uint8), codes)
