@@ -50,7 +50,7 @@ def token_weights(job: Job) -> float:
     layers = [
         layer for layer in job.plan.layers if layer.kind != "Embedding" and layer.name.rsplit(".", 1)[-1] not in head
     ]
-    routed = sum(layer.weights for layer in layers if layer.kind == "Expert")
+    routed = sum(layer.weights for layer in layers if layer.of_experts)
     return sum(layer.weights for layer in layers) - (1 - share) * routed
 
 

@@ -99,7 +99,7 @@ def _require_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...]
 
 def transposes(experts: Any) -> bool:
     """Whether a model multiplies by its stacked experts as [in, out]."""
-    return bool(getattr(experts, "is_transposed", type(experts).__name__ == "GptOssExperts"))
+    return bool(getattr(experts, "is_transposed", type(experts).__name__ in ("GptOssExperts", "Llama4TextExperts")))
 
 
 class Builder:

@@ -11,7 +11,7 @@ from torch import nn
 
 from halfbyte.quant.configs import SMOOTHING
 from halfbyte.quant.layouts import NVFP4
-from halfbyte.quant.rounding import fused_experts
+from halfbyte.quant.rounding import fused_experts, stacked_experts
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.records.errors import UserError
 
@@ -126,7 +126,7 @@ def folded_into(model: nn.Module, smoothed: set[str]) -> dict[str, str]:
 def dry_run(model: Any) -> None:
     """One forward pass of a model on the meta device; its experts do nothing: which tokens they get is unknown."""
     for module in model.modules():
-        if fused_experts(module):
+        if fused_experts(module) or stacked_experts(module):
             module.forward = lambda hidden, *_, **__: hidden
     tokens = torch.ones([1, 2], dtype=torch.long, device="meta")
     mask = torch.zeros([1, 1, 2, 2], device="meta")  # one of four dimensions is taken as it is, without a look inside

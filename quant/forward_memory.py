@@ -172,7 +172,7 @@ def _stand_in(module: Any, packed: Collection[str]) -> Callable[..., Tensor]:
 
 def _with_stand_ins(model: nn.Module, plan: Plan, state: State) -> None:
     """Replaces what sends tokens to experts by their router's choice, which tensors without values do not make."""
-    quantized = {layer.name.rsplit(".", 2)[0] for layer in plan.quantized if layer.kind == "Expert"}
+    quantized = {layer.owner for layer in plan.quantized if layer.of_experts}
     for name, module in model.named_modules():
         parts = [getattr(module, part, None) for part in ("gate_up_proj", "down_proj")]
         if all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in parts):

@@ -27,7 +27,7 @@ from halfbyte.quant.layouts import (
     W4A16_NVFP4,
 )
 from halfbyte.quant.numerics import FP8_BLOCK
-from halfbyte.quant.rounding import fused_experts
+from halfbyte.quant.rounding import fused_experts, stacked_experts
 from halfbyte.records.errors import UserError
 
 # ModelOpt's names for a layer's format, and what a checkpoint declares.
@@ -58,13 +58,14 @@ SCALAR = 4
 
 @dataclass(frozen=True)
 class Layer:
-    """One linear that could be quantized; of a layer's experts, which are stored as linears, each one."""
+    """One linear that could be quantized; of a layer's experts each one's, or a tensor that is stored for all."""
 
     name: str
     kind: str
-    """Its class before quantizers were inserted: Linear, Embedding, ...; Expert for an expert's linear."""
+    """Its class before quantizers were inserted: Linear, Embedding, ...; Expert for an expert's linear, Experts for a
+    tensor of all experts with one scale."""
     shape: tuple[int, ...]
-    """[out, in]."""
+    """[out, in]; of Experts [experts, out, in]."""
     format: str | None
     """One of layouts.FORMATS: FP8, NVFP4, NVFP4_AWQ, MXFP4, ...; None when it is kept."""
     block: int = 0
@@ -75,6 +76,17 @@ class Layer:
     """Whether a scale for each input is stored, as AWQ and SVDQuant find it."""
     rank: int = 0
     """Of SVDQuant's low-rank branch."""
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether a token passes through it, or through its parts, only where a router sends it there."""
+        return self.kind in ("Expert", "Experts")
+
+    @property
+    def owner(self) -> str:
+        """What a pattern of quantize.keep has to match: of experts in one tensor the module that holds them all."""
+        parts = {"Expert": 2, "Experts": 1}.get(self.kind, 0)
+        return self.name.rsplit(".", parts)[0] if parts else self.name
 
     @property
     def weights(self) -> int:
@@ -89,12 +101,12 @@ class Layer:
         """
         if self.format is None:
             return self.weights * kept
-        rows, columns = self.shape
+        *stack, rows, columns = self.shape
         scale = SCALAR if self.input_scale else 0
         if self.format == FP8:
             return self.weights + SCALAR + scale
         if self.format == FP8_CHANNEL:
-            return self.weights + rows * SCALAR + scale
+            return self.weights + (stack[0] if stack else rows) * SCALAR + scale
         if self.format == FP8_BLOCK_WEIGHTS:
             return self.weights + -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK) * SCALAR + scale
         scale += self.weights // self.block  # a block's scale is one byte, E4M3 or E8M0
@@ -127,6 +139,10 @@ def layers_of(model: nn.Module, kinds: dict[str, str], config: dict[str, Any]) -
             for index, quantizer in enumerate(quantizers):
                 for part in parts:
                     yield _layer(f"{name}.{index}.{part}", "Expert", shape, quantizer, inputs, config)
+        for tensor in stacked_experts(module):
+            quantizer, inputs = (getattr(module, f"{tensor}_{side}_quantizer") for side in ("weight", "input"))
+            stack = tuple(getattr(module, tensor).mT.shape)
+            yield _layer(f"{name}.{tensor}", "Experts", stack, quantizer, inputs, config)
         quantizer = getattr(module, "weight_quantizer", None)
         weight = getattr(module, "weight", None)
         if quantizer is not None and isinstance(weight, nn.Parameter):
@@ -233,7 +249,7 @@ def keeping(layers: Sequence[Layer], names: Iterable[str], keep: Sequence[str] =
         names: Of those to keep.
         keep: The recipe's quantize.keep.
     """
-    owners = {layer.name: _owner(layer) for layer in layers}
+    owners = {layer.name: layer.owner for layer in layers}
     wanted = {owners[name] for name in names}
     wanted |= {owners[name] for group in fused_groups(layers) if {owners[n] for n in group} & wanted for name in group}
     quantized = dict.fromkeys(owners[layer.name] for layer in layers if layer.format)
@@ -246,11 +262,6 @@ def keeping(layers: Sequence[Layer], names: Iterable[str], keep: Sequence[str] =
             exact[every] = not any(fnmatch(other, every) for other in spared)
         patterns.append(every if exact[every] else owner)
     return _keeping(*dict.fromkeys([*keep, *patterns]))
-
-
-def _owner(layer: Layer) -> str:
-    """What a pattern of quantize.keep has to match: of experts in one tensor each, the module that holds them all."""
-    return layer.name.rsplit(".", 2)[0] if layer.kind == "Expert" else layer.name
 
 
 def fused_groups(layers: Sequence[Layer]) -> list[list[str]]:
@@ -310,7 +321,7 @@ def require_known(model: nn.Module, layers: Sequence[Layer], keep: Iterable[str]
     names = [normalized(name) for name, _ in model.named_modules()]
     for pattern in keep:
         if not any(fnmatch(name, entry) for entry in keep_patterns(pattern) for name in names):
-            owners = list(dict.fromkeys(map(_owner, layers)))
+            owners = list(dict.fromkeys(layer.owner for layer in layers))
             near = get_close_matches(pattern, owners, n=1, cutoff=0.5)
             hint = f"did you mean '{near[0]}'?" if near else f"layers are named like '{owners[-1]}'" if owners else None
             raise UserError(f"quantize.keep: '{pattern}' matches no layer that could be quantized", hint)
@@ -323,8 +334,8 @@ def refuse_unreadable(model: nn.Module) -> None:
     experts = {
         f"{name}.{tensor}_{kind}"
         for name, module in model.named_modules()
-        for tensor in fused_experts(module)
-        for kind in ("weight_quantizers", "input_quantizer")
+        for tensor in (*fused_experts(module), *stacked_experts(module))
+        for kind in ("weight_quantizers", "weight_quantizer", "input_quantizer")
     }
     for name, module in model.named_modules():
         if not isinstance(module, TensorQuantizer) or not module.is_enabled:

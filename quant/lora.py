@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.quant.rounding import fused_experts
+from halfbyte.quant.rounding import fused_experts, stacked_experts
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.training import LoraSpec
 from halfbyte.records.errors import UserError
@@ -56,7 +56,8 @@ def _require_linears(model: PreTrainedModel, spec: LoraSpec) -> None:
         for target in spec.targets
     }
     found = [module for modules in named.values() for module in modules]
-    experts = {id(one) for holder in model.modules() if fused_experts(holder) for one in holder.modules()}
+    holders = [module for module in model.modules() if fused_experts(module) or stacked_experts(module)]
+    experts = {id(one) for holder in holders for one in holder.modules()}
     linears = {
         name: one for name, one in model.named_modules() if isinstance(one, nn.Linear) and id(one) not in experts
     }

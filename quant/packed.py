@@ -103,6 +103,15 @@ class Packed(nn.Module):
         for name, value in (("codes", codes), ("scale", scale), ("scale_2", scale_2)):
             self.register_buffer(name, value, persistent=False)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of its values, [out, in]."""
+        sides = list(self.codes.shape)
+        if self.storage in ("nvfp4", "mxfp4"):
+            sides[0 if self.blocks_first else 1] *= 2
+        rows, columns = reversed(sides) if self.transposed else sides
+        return rows, columns
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packed:  # noqa: ARG002
         """Moves the tensors with the model, and keeps their types when the model's change."""
         for name, value in self._buffers.items():
@@ -114,7 +123,7 @@ class Packed(nn.Module):
     def forward(self, dtype: torch.dtype) -> Tensor:
         """The weight's values, [out, in]."""
         codes, scale = self.codes, self.scale
-        turned = self.transposed and (self.blocks_first or self.storage == "fp8_channel")
+        turned = self.transposed and (self.blocks_first or self.storage in ("fp8", "fp8_channel"))
         if turned:  # a transposed copy of the codes costs less than one of the values
             codes = codes.mT.contiguous()
             scale = scale if scale is None or scale.dim() < 2 else scale.mT.contiguous()
@@ -177,9 +186,12 @@ class ExpertStack(nn.Module):
     """One projection of all experts, in the place of transformers' parameter [experts, out, in] or [experts, in, out].
 
     `stack[i]` is the i-th expert's weight: F.linear and @ with it round the input first, as the checkpoint declares.
+    So does torch.bmm with the stack, expert by expert.
     """
 
     weight: Tensor | None
+    shape: torch.Size
+    """As the model has it: [experts, out, in] or [experts, in, out]."""
 
     def __init__(
         self,
@@ -203,6 +215,8 @@ class ExpertStack(nn.Module):
         self.transposed = transposed
         self.register_parameter("weight", None)
         self.input_quantizers = nn.ModuleList(input_quantizers)
+        rows, columns = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
+        self.shape = torch.Size((len(experts), columns, rows) if transposed else (len(experts), rows, columns))
 
     def __getitem__(self, index: int | Tensor) -> ExpertWeight:
         return ExpertWeight(self, int(index))
@@ -242,6 +256,22 @@ class ExpertStack(nn.Module):
         """The input of one expert as its format has it."""
         count = len(self.input_quantizers)
         return x if count == 0 else self.input_quantizers[index if count > 1 else 0](x)
+
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """torch.bmm of inputs [experts, n, in] with a stack that is multiplied by as [in, out]."""
+        if func is not torch.bmm or len(args) != 2 or kwargs or not isinstance(args[1], cls):
+            return NotImplemented
+        x, stack = args
+        return torch.cat(
+            [
+                torch.bmm(stack.rounded(part, index), stack.values(index).unsqueeze(0))
+                for index, part in enumerate(x.split(1))
+            ]
+        )
 
 
 class ExpertWeight:

@@ -269,7 +269,7 @@ def _kept_bytes(job: Job) -> int:
     if not ptq.changes_weights(job.config):
         return 0
     size = compute_dtype("auto", job.device, torch_dtype(job.recipe.model.dtype)).itemsize
-    layers = [layer for layer in job.plan.quantized if layer.kind != "Expert"]  # no algorithm changes fused experts
+    layers = [layer for layer in job.plan.quantized if not layer.of_experts]  # which no algorithm changes
     return size * sum(layer.weights + layer.rank * sum(layer.shape) for layer in layers)
 
 

@@ -244,7 +244,7 @@ def settle(
             quantizer._amax = settled  # not through .amax, which would keep the type it has
     unstable = []
     for weight in quantized_weights(model):
-        _complete(weight.values, weight.quantizer)
+        _complete(weight.measured, weight.quantizer)
         unstable.append(round_in_place(weight, dtype))
         weight.quantizer.disable_quant()
     return [found for found in unstable if found is not None]

@@ -25,7 +25,7 @@ from halfbyte.quant.numerics import (
 
 
 class Weight(NamedTuple):
-    """One quantized weight of a model: a linear's, or one expert's part of a fused tensor."""
+    """One quantized weight of a model: a linear's, or one expert's part of a tensor that holds all of them."""
 
     name: str
     values: Tensor
@@ -33,6 +33,15 @@ class Weight(NamedTuple):
     quantizer: Any
     """Its ModelOpt TensorQuantizer."""
     input_quantizer: Any
+    stack: Tensor | None = None
+    """[experts, out, in] where one quantizer is for all experts of a tensor."""
+    expert: int = 0
+    """Which of the stack it is."""
+
+    @property
+    def measured(self) -> Tensor:
+        """All values that the quantizer's amax is of."""
+        return self.values if self.stack is None else self.stack
 
 
 def fused_experts(module: nn.Module) -> tuple[str, ...]:
@@ -44,6 +53,16 @@ def fused_experts(module: nn.Module) -> tuple[str, ...]:
     return (first, "down_proj") if hasattr(module, f"{first}_weight_quantizers") else ()
 
 
+def stacked_experts(module: nn.Module) -> tuple[str, ...]:
+    """The tensors [experts, in, out] of a module that holds all experts of a layer with one quantizer for each tensor.
+
+    ModelOpt quantizes so those of Llama 4 and gpt-oss, whose forward passes multiply by [in, out]; it turns each
+    tensor around to do it. Empty for any other module.
+    """
+    names = ("gate_up_proj", "down_proj")
+    return names if all(hasattr(module, f"{name}_weight_quantizer") for name in names) else ()
+
+
 def quantized_weights(model: nn.Module) -> Iterator[Weight]:
     """All weights whose quantizer is enabled."""
     for name, module in model.named_modules():
@@ -53,6 +72,12 @@ def quantized_weights(model: nn.Module) -> Iterator[Weight]:
             for index, quantizer in enumerate(quantizers):
                 if quantizer.is_enabled:
                     yield Weight(f"{name}.{tensor}.{index}", getattr(module, tensor)[index], quantizer, inputs)
+        for tensor in stacked_experts(module):
+            quantizer = getattr(module, f"{tensor}_weight_quantizer")
+            if quantizer.is_enabled:
+                stack, inputs = getattr(module, tensor).mT, getattr(module, f"{tensor}_input_quantizer")
+                for index in range(len(stack)):
+                    yield Weight(f"{name}.{tensor}.{index}", stack[index], quantizer, inputs, stack, index)
         quantizer = getattr(module, "weight_quantizer", None)
         weight = getattr(module, "weight", None)
         if quantizer is not None and quantizer.is_enabled and isinstance(weight, nn.Parameter):
@@ -148,6 +173,9 @@ def _rounding(weight: Weight) -> Callable[[Tensor, slice], tuple[Tensor, bool]]:
         return lambda x, rows: (_fp8_rounded(x, in_memory, tensors), certain)  # noqa: ARG005
     if kind == "fp8_pc_pt":
         channels, in_memory = get_weight_scaling_factor(layer).reshape(-1, 1), in_memory.reshape(-1, 1)
+        if weight.stack is not None:  # whose channels are its experts
+            rows_of = len(weight.values), 1
+            channels, in_memory = (scales[weight.expert].expand(rows_of) for scales in (channels, in_memory))
         return lambda x, rows: (_fp8_rounded(x, in_memory[rows], channels[rows]), False)
     if kind == "fp8_pb_wo":
         sides = [-(-side // FP8_BLOCK) for side in weight.values.shape]
@@ -161,7 +189,10 @@ def _rounding(weight: Weight) -> Callable[[Tensor, slice], tuple[Tensor, bool]]:
     scale_2 = get_weight_scaling_factor_2(layer)
     if scale_2 is None:
         raise NotImplementedError(f"{weight.name} is quantized as {kind}")
-    static = get_weight_scaling_factor(layer) if NVFP4QTensor._is_static_quantizer(weight.quantizer) else None
+    static = None
+    if NVFP4QTensor._is_static_quantizer(weight.quantizer):
+        static = get_weight_scaling_factor(as_layer(weight._replace(values=weight.measured)))
+        static = static if weight.stack is None else static[weight.expert]
 
     def nvfp4(x: Tensor, rows: slice) -> tuple[Tensor, bool]:
         # Blocks without a scale of their own get it from their values: the largest becomes 6 where the scale is normal,

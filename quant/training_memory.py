@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from halfbyte.quant.learned_scales import learn_scales
 from halfbyte.quant.lora import add_lora
-from halfbyte.quant.rounding import fused_experts, quantized_weights
+from halfbyte.quant.rounding import fused_experts, quantized_weights, stacked_experts
 from halfbyte.quant.shared import share_inputs
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.training import TrainSpec
@@ -321,7 +321,7 @@ def count_step(
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     step = build(make_model, config, spec, torch.device("meta"), compute=compute, teacher_here=teacher_is_here(spec))
-    if any(fused_experts(module) for module in step.model.modules()):
+    if any(fused_experts(module) or stacked_experts(module) for module in step.model.modules()):
         raise Unpredictable("which expert sees which token depends on values")  # ModelOpt is left patched by an error
     try:
         with FakeTensorMode():
