@@ -266,12 +266,11 @@ class ExpertStack(nn.Module):
         if func is not torch.bmm or len(args) != 2 or kwargs or not isinstance(args[1], cls):
             return NotImplemented
         x, stack = args
-        return torch.cat(
-            [
-                torch.bmm(stack.rounded(part, index), stack.values(index).unsqueeze(0))
-                for index, part in enumerate(x.split(1))
-            ]
-        )
+        if len(stack.input_quantizers) > 1:
+            rounded = [stack.rounded(part, index) for index, part in enumerate(x.split(1))]
+        else:
+            rounded = stack.rounded(x, 0).split(1)
+        return torch.cat([torch.bmm(part, stack.values(index).unsqueeze(0)) for index, part in enumerate(rounded)])
 
 
 class ExpertWeight:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from halfbyte.quant.attention import attentions
+from halfbyte.quant.expert_blocks import require_exported_as_calibrated
 from halfbyte.quant.folding import folded_into, input_shapes, keeps_smoothing, require_smoothable
 from halfbyte.quant.layers import (
     SCALAR,
@@ -139,6 +140,7 @@ def plan_of(model: nn.Module, config: dict[str, Any], keep: Sequence[str] = ()) 
     require_fit(layers, keep)
     layers = _with_smoothing(model, layers, config, keep)
     kv_cache, kv_layers, kv_bytes = _kv_cache(model)
+    require_exported_as_calibrated(model, layers, kv_cache)
     size += kv_bytes
     for layer in layers:
         size += layer.stored_bytes(dtype.itemsize) - layer.weights * dtype.itemsize

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from halfbyte.quant.backend import register
 from halfbyte.quant.configs import methods
 from halfbyte.quant.elements import E4M3_BITS
+from halfbyte.quant.expert_blocks import declare_blocks, is_published_as_blocks, register_blocks
 from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, FP8_BLOCK, amax_of_scale, scale_of_amax
 from halfbyte.quant.patches import fused_once, memory_kept, shards_side_by_side, unhurried_max
 from halfbyte.quant.rounding import Unstable, kept_buffers, put_back, quantized_weights, round_in_place
@@ -287,6 +288,8 @@ def export(
 ) -> None:
     """Writes the settled model in ModelOpt's unified Hugging Face layout, with tokenizer and generation config.
 
+    gpt-oss with experts in MXFP4 is written in OpenAI's layout: see expert_blocks.
+
     The model is packed in place and of no further use. That `folder` appears whole or not at all, its caller sees to.
 
     Args:
@@ -299,6 +302,8 @@ def export(
     from modelopt.torch.export import export_hf_checkpoint
 
     weight_only = _is_mxfp4_weight_only(model)
+    in_blocks = any(map(is_published_as_blocks, model.modules()))
+    register_blocks()
     put_back(model, unstable)
     _divide_on_a_cpu(model)
     _cast_kept(model, dtype)
@@ -306,7 +311,9 @@ def export(
         export_hf_checkpoint(model, dtype=dtype, export_dir=folder, max_shard_size=_SHARD)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-    if weight_only:
+    if in_blocks:
+        declare_blocks(folder)
+    elif weight_only:
         _declare_weight_only(folder)
 
 
