@@ -123,6 +123,13 @@ class Checkpoint:
         except UserError as error:
             return None if isinstance(error.__cause__, ImportError) else error
 
+    @cached_property
+    def source_prefix(self) -> str:
+        """What stands before a language model's names in a source that also sees, of which it was taken: or nothing."""
+        prefix = f"{getattr(self.model, 'base_model_prefix', '')}."
+        inside = self.source is not None and any(name.startswith(prefix) for name in self.source)
+        return prefix if inside and not any(name.startswith(prefix) for name in self.shards) else ""
+
     def format_of(self, layer: StoredLayer) -> str | None:
         """The format declared for a quantized weight."""
         return self.declared.format_of(layer.module)

@@ -47,7 +47,8 @@ def _mixtral_block(name: str) -> str:
 
 def _first_in_source(at: Checkpoint, *candidates: str) -> str | None:
     assert at.source is not None
-    return next((name for name in candidates if name in at.source), None)
+    inside = [f"{at.source_prefix}{name}" for name in candidates]
+    return next((name for name in inside if name in at.source), None)
 
 
 def _weight_error(at: Checkpoint) -> Iterator[str]:
@@ -104,6 +105,7 @@ def _kept_weights(at: Checkpoint) -> Iterator[str]:
         if (
             name not in at.shards
             and name not in there
+            and name.startswith(at.source_prefix)  # what sees is left out
             and not (_is_further(at, name) or tied or name.endswith("inv_freq"))
         ):
             yield f"{name} is in the source and not in the checkpoint"

@@ -60,7 +60,7 @@ def require_exported_as_calibrated(model: nn.Module, layers: Sequence[Layer], kv
     for layer in stacks:
         if layer.owner not in blocks and layer.format not in _STACKED:
             raise UserError(
-                f"{layer.name} would be {layer.format}, whose blocks ModelOpt's export cuts across the outputs of"
+                f"{layer.name} would be {layer.format}, whose blocks ModelOpt's export cuts otherwise than calibration for"
                 " experts in one tensor",
                 f'choose {" or ".join(_STACKED)}, or keep it: --set "quantize.keep={[layer.owner]}"',
             )

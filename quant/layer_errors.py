@@ -18,7 +18,7 @@ class LayerError:
     """One quantized weight beside its original; both errors are relative, as the root of the sum of squares."""
 
     layer: str
-    """Its module, such as model.layers.3.mlp.down_proj."""
+    """Its module, such as model.layers.3.mlp.down_proj; of experts in one tensor that tensor."""
     format: str
     """As declared: NVFP4, FP8, ..."""
     weights: int
@@ -61,4 +61,5 @@ def _error_of(at: Checkpoint, layer: StoredLayer) -> LayerError:
         raise UserError(f"{layer.codes} {misfit}", "give the model it was made from") from None
     weights = math.prod(at.source.shape(name))
     stored = sum(at.shards.entries[part].end - at.shards.entries[part].begin for part in layer.tensors)
-    return LayerError(layer.module, declared, weights, 8 * stored / weights, found.error, found.expected)
+    own = layer.module if layer.parameter == "weight" else f"{layer.module}.{layer.parameter}"
+    return LayerError(own, declared, weights, 8 * stored / weights, found.error, found.expected)
