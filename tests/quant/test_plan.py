@@ -98,8 +98,8 @@ def test_what_the_export_would_get_wrong_is_refused_before_calibration(tmp_path:
     with pytest.raises(UserError, match="is a Conv1D, as in GPT-2"):
         _plan(tmp_path / "gpt2", spec("fp8"))
     GptOssForCausalLM(GptOssConfig(**SMALL, num_local_experts=2, head_dim=16)).save_pretrained(tmp_path / "gpt-oss")
-    with pytest.raises(UserError, match=r"mlp\.experts would be quantized through gate_up_proj_input_quantizer"):
-        _plan(tmp_path / "gpt-oss", spec("nvfp4"))
+    with pytest.raises(UserError, match=r"experts\.gate_up_proj would be MXFP8, whose blocks ModelOpt's export cuts"):
+        _plan(tmp_path / "gpt-oss", spec("MXFP8_DEFAULT_CFG"))
 
 
 @pytest.mark.parametrize(

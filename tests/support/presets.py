@@ -85,6 +85,17 @@ _EXPERTS = (
     "NVFP4_AWQ_LITE_CFG",
     "NVFP4_SVDQUANT_DEFAULT_CFG",
 )
+_STACKED = (  # experts in one tensor with one scale
+    "FP8_DEFAULT_CFG",
+    "FP8_PER_CHANNEL_PER_TOKEN_CFG",
+    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "NVFP4_DEFAULT_CFG",
+    "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
+    "W4A8_NVFP4_FP8_CFG",
+    "MXFP4_DEFAULT_CFG",
+    "MXFP8_DEFAULT_CFG",
+    "NVFP4_AWQ_LITE_CFG",
+)
 _REFUSED = (
     "MXFP6_DEFAULT_CFG",
     "MXINT8_DEFAULT_CFG",
@@ -110,6 +121,10 @@ CASES = (
     *(Case(f"NVFP4_DEFAULT_CFG + {kv_cache}") for kv_cache in _KV),
     *(Case(name, "qwen3_moe") for name in _EXPERTS),
     Case("NVFP4_DEFAULT_CFG", "mixtral"),
+    *(Case(name, "llama4") for name in _STACKED),
+    Case("FP8_DEFAULT_CFG", "gpt_oss"),
+    Case("NVFP4_DEFAULT_CFG", "gpt_oss"),
+    Case("MXFP4_MLP_WEIGHT_ONLY_CFG", "gpt_oss"),
     Case("NVFP4_DEFAULT_CFG", "deepseek_v3"),
     Case("NVFP4_AWQ_LITE_CFG", "deepseek_v3"),
     Case("NVFP4_SVDQUANT_DEFAULT_CFG", "deepseek_v3"),
@@ -148,7 +163,7 @@ def _large(family: str) -> Any:
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "tie_word_embeddings": False,
     }  # fmt: skip
-    if family in ("qwen3_moe", "mixtral", "deepseek_v3"):
+    if family in ("qwen3_moe", "mixtral", "deepseek_v3", "llama4", "gpt_oss"):
         return MixtralConfig(**shape, vocab_size=32000)
     return LlamaConfig(**shape, vocab_size=128256)
 

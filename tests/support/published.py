@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from stored import write
+from tiny import make_model
 
 from halfbyte.quant import numerics as nm
 
@@ -27,27 +28,11 @@ def deepseek() -> Any:
     return DeepseekV3ForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def _gpt_oss() -> Any:
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    torch.manual_seed(0)
-    config = GptOssConfig(
-        vocab_size=384, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
-        initializer_range=0.3, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = GptOssForCausalLM(config).to(torch.bfloat16).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith(("_bias", "sinks")):
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
-
-
 def gpt_oss_checkpoint(folder: Path, tokenizer: Any) -> Path:
     """gpt-oss with experts in MXFP4 blocks; returns the folder with the plain values."""
     keep = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     config = {"quant_method": "mxfp4", "modules_to_not_convert": keep}
-    plain = write(_gpt_oss(), folder, lambda _: None, in_config=config, tokenizer=tokenizer)
+    plain = write(make_model("gpt_oss"), folder, lambda _: None, in_config=config, tokenizer=tokenizer)
     path = folder / "model.safetensors"
     stored, values = load_file(path), load_file(plain / "model.safetensors")
     for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:

@@ -29,6 +29,10 @@ def make_model(family: str) -> Any:
     from transformers import (
         Gemma3ForCausalLM,
         Gemma3TextConfig,
+        GptOssConfig,
+        GptOssForCausalLM,
+        Llama4ForCausalLM,
+        Llama4TextConfig,
         LlamaConfig,
         LlamaForCausalLM,
         MixtralConfig,
@@ -53,6 +57,16 @@ def make_model(family: str) -> Any:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, head_dim=16, tie_word_embeddings=False))
     elif family == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, tie_word_embeddings=False))
+    elif family == "llama4":  # a dense layer, and one with experts and a shared one
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+        sizes = shape | {"intermediate_size": 96, "intermediate_size_mlp": 128, "head_dim": 16, "pad_token_id": 1}
+        model = Llama4ForCausalLM(Llama4TextConfig(**sizes, **experts, attention_chunk_size=32, use_qk_norm=True))
+    elif family == "gpt_oss":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}
+        model = GptOssForCausalLM(GptOssConfig(**shape | experts, head_dim=16, sliding_window=8))
+        for name, parameter in model.named_parameters():
+            if name.endswith(("_bias", "sinks")):
+                torch.nn.init.normal_(parameter, std=0.1)
     else:
         layers = ["sliding_attention", "full_attention"]
         model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, head_dim=16, sliding_window=8, layer_types=layers))
