@@ -60,8 +60,8 @@ def require_exported_as_calibrated(model: nn.Module, layers: Sequence[Layer], kv
     for layer in stacks:
         if layer.owner not in blocks and layer.format not in _STACKED:
             raise UserError(
-                f"{layer.name} would be {layer.format}, whose blocks ModelOpt's export cuts otherwise than calibration for"
-                " experts in one tensor",
+                f"{layer.name} would be {layer.format}, whose blocks ModelOpt's export cuts otherwise than calibration"
+                " where experts are in one tensor",
                 f'choose {" or ".join(_STACKED)}, or keep it: --set "quantize.keep={[layer.owner]}"',
             )
     if not blocks:
@@ -91,8 +91,9 @@ def _export(name: str, module: nn.Module, context: Any) -> None:  # noqa: ARG001
     for tensor in stacked_experts(module):
         packed = [mxfp4_quantize(expert.mT.contiguous()) for expert in getattr(module, tensor).detach()]
         delattr(module, tensor)
-        module.register_buffer(f"{tensor}_blocks", torch.stack([p.codes for p in packed]).unflatten(-1, (-1, _BLOCK_BYTES)))
-        module.register_buffer(f"{tensor}_scales", torch.stack([p.scale for p in packed]))
+        codes, scales = (torch.stack(parts) for parts in zip(*packed, strict=True))
+        module.register_buffer(f"{tensor}_blocks", codes.view(*scales.shape, _BLOCK_BYTES))
+        module.register_buffer(f"{tensor}_scales", scales)
 
 
 def declare_blocks(folder: Path) -> None:

@@ -22,8 +22,9 @@ from halfbyte.quant.upstream import quiet_upstream
 T = TypeVar("T")
 _INSIDE = 8.5
 """Bytes beside its result for each value that fake_quantize works on at once: magnitudes and codes, and a copy."""
-State = Literal["original", "searching", "folded", "packed"]
-"""A model as it is, one whose smoothing scales AWQ searches, or a checkpoint read back in one of the two ways."""
+State = Literal["original", "calibrating", "searching", "folded", "packed"]
+"""A model as it is, one that is calibrated, or whose smoothing scales AWQ searches too, or a checkpoint read back."""
+_UNCHANGED = ("original", "calibrating", "searching")
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class PassMemory:
 def weight_bytes(plan: Plan, state: State, dtype: torch.dtype) -> int:
     """Bytes of a model's weights where it computes.
 
-    original, searching and folded: all weights in `dtype`. packed: what is quantized as the checkpoint stores it, and
-    the rest in `dtype`. A tied weight counts once; low-rank factors and smoothing scales are in `dtype`.
+    packed: what is quantized as the checkpoint stores it, and the rest in `dtype`. Otherwise all weights in `dtype`. A
+    tied weight counts once; low-rank factors and smoothing scales are in `dtype`.
 
     Args:
         plan: Of the quantization.
@@ -53,7 +54,7 @@ def weight_bytes(plan: Plan, state: State, dtype: torch.dtype) -> int:
         dtype: The type to compute in.
     """
     whole = plan.weights * dtype.itemsize
-    if state in ("original", "searching"):
+    if state in _UNCHANGED:
         return whole
     changed = sum(layer.stored_bytes(dtype.itemsize) - layer.weights * dtype.itemsize for layer in plan.quantized)
     if state == "packed":
@@ -81,7 +82,7 @@ def build(
 
     with torch.device("meta"), quiet_upstream():
         model = make_model(dtype).eval().requires_grad_(False)
-        if state == "original":
+        if state in ("original", "calibrating"):
             return model
         quantized = {layer.name: layer for layer in plan.quantized}
         replace_quant_module(model)
@@ -170,16 +171,74 @@ def _stand_in(module: Any, packed: Collection[str]) -> Callable[..., Tensor]:
     return forward
 
 
+def _biased_stand_in(module: Any, packed: Collection[str], *, turned: bool) -> Callable[..., Tensor]:
+    """Two of gpt-oss's experts given all tokens, where the second finds the names of the first still in use.
+
+    Its products and their sums with a bias are tensors of their own, and so is each step of its gate. While it is
+    calibrated, ModelOpt holds a copy of both weights, turned around.
+    """
+
+    def forward(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        first, second = module.gate_up_proj, module.down_proj
+        copies = [torch.empty_like(weight) for weight in (first, second)] if turned else []
+        found, rows = torch.zeros_like(x), x.reshape(-1, x.shape[-1])
+        inner = second.shape[1]
+        both = gated = out = weighted = None
+        for _expert in range(2):
+            taken = torch.empty_like(rows)
+            weight = first.new_empty(first.shape[1:]) if "gate_up_proj" in packed else None
+            product = taken.new_empty(len(rows), 2 * inner)
+            del weight
+            both = torch.empty_like(product)
+            del product
+            gate, up, sigmoid, scaled = (both.new_empty(len(rows), inner) for _part in range(4))
+            del scaled
+            glu = torch.empty_like(gate)
+            del sigmoid
+            raised = torch.empty_like(up)
+            gated = torch.empty_like(up)
+            del gate, up, glu, raised
+            weight = second.new_empty(second.shape[1:]) if "down_proj" in packed else None
+            product = torch.empty_like(rows)
+            del weight
+            out = torch.empty_like(product)
+            del product
+            weighted = torch.empty_like(out)
+            found.add_(weighted.view_as(x))
+            del taken
+        del both, gated, out, weighted, copies
+        return found
+
+    return forward
+
+
+def _turning(module: Any) -> Callable[[Tensor], Tensor]:
+    """Llama 4's experts while ModelOpt calibrates them: each product is by a copy of the weight, turned around."""
+
+    def forward(x: Tensor) -> Tensor:
+        first, second = module.gate_up_proj, module.down_proj
+        gate, up = torch.bmm(x.view(len(first), -1, x.shape[-1]), first.mT.contiguous().mT).chunk(2, dim=-1)
+        return torch.bmm(up * module.act_fn(gate), second.mT.contiguous().mT).view(-1, x.shape[-1])
+
+    return forward
+
+
 def _with_stand_ins(model: nn.Module, plan: Plan, state: State) -> None:
     """Replaces what sends tokens to experts by their router's choice, which tensors without values do not make."""
     quantized = {layer.owner for layer in plan.quantized if layer.of_experts}
     for name, module in model.named_modules():
         parts = [getattr(module, part, None) for part in ("gate_up_proj", "down_proj")]
         if all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in parts):
+            turned = state == "calibrating" and name in quantized
             if len(inspect.signature(type(module).forward).parameters) < 3:
-                continue  # without the router's choice: all experts see all tokens
+                if turned:  # without the router's choice: all experts see all tokens
+                    module.forward = _turning(module)
+                continue
             packed = ("gate_up_proj", "down_proj") if state == "packed" and name in quantized else ()
-            module.forward = _stand_in(module, packed)
+            if hasattr(module, "gate_up_proj_bias"):
+                module.forward = _biased_stand_in(module, packed, turned=turned)
+            else:
+                module.forward = _stand_in(module, packed)
 
 
 @contextmanager

@@ -257,7 +257,6 @@ class ExpertStack(nn.Module):
         count = len(self.input_quantizers)
         return x if count == 0 else self.input_quantizers[index if count > 1 else 0](x)
 
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -270,7 +269,10 @@ class ExpertStack(nn.Module):
             rounded = [stack.rounded(part, index) for index, part in enumerate(x.split(1))]
         else:
             rounded = stack.rounded(x, 0).split(1)
-        return torch.cat([torch.bmm(part, stack.values(index).unsqueeze(0)) for index, part in enumerate(rounded)])
+        found = x.new_empty(*x.shape[:-1], stack.shape[-1])
+        for index, part in enumerate(rounded):
+            found[index : index + 1] = torch.bmm(part, stack.values(index).unsqueeze(0))
+        return found
 
 
 class ExpertWeight:

@@ -130,7 +130,9 @@ def plan_of(model: nn.Module, config: dict[str, Any], keep: Sequence[str] = ()) 
     layers = tuple(layers_of(model, kinds, config))
     require_known(model, layers, keep)
     if not any(layer.format for layer in layers):
-        example = next((layer.name for layer in layers if layer.kind == "Linear" or layer.of_experts), "(none is a linear)")
+        example = next(
+            (layer.name for layer in layers if layer.kind == "Linear" or layer.of_experts), "(none is a linear)"
+        )
         patterns = [entry.get("quantizer_name") for entry in config["quant_cfg"] if entry.get("cfg")]
         raise UserError(
             f"the recipe matches no layer of the model (quantizers enabled: {', '.join(map(str, patterns)) or 'none'})",

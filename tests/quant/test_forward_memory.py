@@ -43,6 +43,23 @@ def llama(folder: Path) -> Path:
     return folder
 
 
+def stacked(family: str, inner: int, folder: Path) -> Path:
+    """A model whose experts are one tensor each: Llama 4's, or gpt-oss's."""
+    from transformers import GptOssConfig, GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig
+
+    shape: dict[str, Any] = {
+        "hidden_size": 192, "intermediate_size": inner, "num_hidden_layers": 2, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "vocab_size": 1024, "head_dim": 32, "num_local_experts": 4,
+    }  # fmt: skip
+    if family == "llama4":
+        more = {"intermediate_size_mlp": 512, "interleave_moe_layer_step": 1, "pad_token_id": 1}
+        model: Any = Llama4ForCausalLM(Llama4TextConfig(**shape, **more, attention_chunk_size=512))
+    else:
+        model = GptOssForCausalLM(GptOssConfig(**shape, num_experts_per_tok=2, sliding_window=64))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 def exported(source: Path, block: QuantizeSpec, folder: Path) -> Path:
     model = open_original(locate(str(source)), weights=torch.bfloat16, compute=F32, device=CPU)
     loop = calibration.forward_loop([[1] * LENGTH] * TEXTS, tokens_per_row=LENGTH * TEXTS, pack=True)
@@ -112,6 +129,43 @@ def test_the_predicted_memory_of_a_calibration_is_what_it_takes(preset: str, tmp
     found = predicted(source, spec(preset))
     assert found.weights == pytest.approx(weights, rel=0.01)
     assert found.total == pytest.approx(peak, rel=0.10)
+
+
+@pytest.mark.parametrize("inner", [384, 2048])
+@pytest.mark.parametrize(
+    ("family", "preset"), [("llama4", "fp8"), ("llama4", "nvfp4"), ("gpt_oss", "MXFP4_MLP_WEIGHT_ONLY_CFG")]
+)
+def test_so_it_is_for_experts_in_one_tensor(family: str, preset: str, inner: int, tmp_path: Path) -> None:
+    """Of which ModelOpt makes copies, turned around; the larger the experts, the more these count."""
+    source = stacked(family, inner, tmp_path / "model")
+    weights, peak = measured(source, spec(preset), tmp_path / "checkpoint")
+    found = predicted(source, spec(preset))
+    assert found.weights == pytest.approx(weights, rel=0.01)
+    assert found.total == pytest.approx(peak, rel=0.10)
+
+
+@pytest.mark.parametrize("family", ["llama4", "gpt_oss"])
+@pytest.mark.parametrize("state", ["folded", "packed"])
+def test_passes_over_experts_in_one_tensor_take_what_is_predicted(
+    state: Literal["folded", "packed"], family: str, tmp_path: Path
+) -> None:
+    source, block = stacked(family, 384, tmp_path / "model"), spec("fp8")
+    where, config = locate(str(source)), quant_config(block)
+    plan = make_plan(where, config, torch.bfloat16)
+    checkpoint = exported(source, block, tmp_path / "checkpoint")
+    declared = quant_format(checkpoint)
+    assert declared is not None
+    model: Any = open_exported(locate(str(checkpoint)), declared, dtype=F32, device=CPU, weights=state)
+    tensors = {id(one): one for one in (*model.parameters(), *model.buffers())}.values()
+    weights = sum(one.numel() * one.element_size() for one in tensors)
+    assert weight_bytes(plan, state, F32) == pytest.approx(weights, rel=0.01)
+    shape = Shape(2, 120, 0, 240)  # all tokens are the same, and so are gpt-oss's experts
+    with counting(lambda dtype: empty_model(where, dtype)[1], config, plan, state, F32) as (empty, count):
+        found, _ = count(lambda: score(empty, shape))
+    with torch.inference_mode():
+        score(model, shape)
+        real = peak_of(lambda: score(model, shape))
+    assert found.total == pytest.approx(weights + real, rel=0.10)
 
 
 def test_an_algorithm_whose_memory_is_not_known_is_said_to_be_so(tmp_path: Path) -> None:

@@ -61,9 +61,7 @@ def test_memory_folded_and_packed_answer_alike_bit_for_bit(
     family: str, preset: str, compute: torch.dtype, tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
     source = _saved(make_model(family), tiny_tokenizer, tmp_path / "source")
-    both, memory, folded = quantize_both(
-        source, tiny_tokenizer, tmp_path / "checkpoint", spec(preset), compute, INPUTS
-    )
+    both, memory, folded = quantize_both(source, tiny_tokenizer, tmp_path / "checkpoint", spec(preset), compute, INPUTS)
     declared = quant_format(both.folder)
     assert declared is not None
     packed = open_exported(locate(str(both.folder)), declared, dtype=compute, device=CPU, weights="packed")
