@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -116,6 +117,14 @@ def as_layer(weight: Weight) -> nn.Module:
     return layer
 
 
+def _with_own_blocks(weight: Weight) -> Weight:
+    """One of a stack whose blocks have an amax each, with a quantizer that has those of its blocks alone."""
+    own = copy.copy(weight.quantizer)
+    amax = own._amax.reshape(len(weight.measured), -1)[weight.expert]
+    own._buffers = {**own._buffers, "_amax": amax}
+    return weight._replace(quantizer=own)
+
+
 def _squares(scale: Tensor, shape: torch.Size) -> Tensor:
     """A scale for each value of rows [n, in]: scales [ceil(n / 128), ceil(in / 128)] of squares, expanded."""
     expanded = scale.repeat_interleave(FP8_BLOCK, dim=0).repeat_interleave(FP8_BLOCK, dim=1)
@@ -191,8 +200,7 @@ def _rounding(weight: Weight) -> Callable[[Tensor, slice], tuple[Tensor, bool]]:
         raise NotImplementedError(f"{weight.name} is quantized as {kind}")
     static = None
     if NVFP4QTensor._is_static_quantizer(weight.quantizer):
-        static = get_weight_scaling_factor(as_layer(weight._replace(values=weight.measured)))
-        static = static if weight.stack is None else static[weight.expert]
+        static = get_weight_scaling_factor(layer if weight.stack is None else as_layer(_with_own_blocks(weight)))
 
     def nvfp4(x: Tensor, rows: slice) -> tuple[Tensor, bool]:
         # Blocks without a scale of their own get it from their values: the largest becomes 6 where the scale is normal,
