@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", FidelityRecord, CanaryRecord)
 _HEADER_LENGTH = 8  # bytes of a safetensors file that say how long its header is
 _LONGEST_HEADER = 100_000_000  # the format's own limit
+_WEIGHTS = (".weight", "_proj_blocks", "_proj")
+"""How the names of weights end: of linears, and of experts that are in one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,20 +212,24 @@ def layer_table(checkpoint: Path) -> list[Layer]:
     algorithm = _algorithm(checkpoint)
     groups: dict[tuple[str, str], list[int]] = {}
     for name, (dtype, size) in sorted(tensors.items()):
-        if not name.endswith(".weight"):
+        if not name.endswith(_WEIGHTS):
             continue
-        stem = name.removesuffix(".weight")
-        scales = sum(tensors[other][1] for other in _scales(stem) if other in tensors)
-        quantized = f"{stem}.weight_scale" in tensors
-        label = algorithm if quantized and algorithm else dtype
-        groups.setdefault((re.sub(r"\.\d+(?=\.|$)", ".*", stem), label), []).append(size + scales)
+        stem = name.removesuffix(".weight").removesuffix("_blocks")
+        scales = _scales(name, stem)
+        found = sum(tensors[other][1] for other in scales if other in tensors)
+        label = algorithm if scales[0] in tensors and algorithm else dtype
+        groups.setdefault((re.sub(r"\.\d+(?=\.|$)", ".*", stem), label), []).append(size + found)
     return [
         Layer(name=name, format=label, layers=len(sizes), bytes=sum(sizes)) for (name, label), sizes in groups.items()
     ]
 
 
-def _scales(stem: str) -> list[str]:
-    return [f"{stem}.{suffix}" for suffix in ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")]
+def _scales(name: str, stem: str) -> list[str]:
+    """What may lie beside a weight: of experts in one tensor with its name in front, in gpt-oss's layout one tensor."""
+    if name.endswith("_blocks"):
+        return [f"{stem}_scales"]
+    front = f"{stem}." if name.endswith(".weight") else f"{name}_"
+    return [f"{front}{suffix}" for suffix in ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")]
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -239,9 +245,12 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _algorithm(checkpoint: Path) -> str | None:
+    """As hf_quant_config.json names it, or config.json for a layout that has no such file."""
     path = checkpoint / "hf_quant_config.json"
-    if not path.is_file():
-        return None
-    block = read_json(path).get("quantization", {})
-    found = block.get("quant_algo")
-    return None if found is None else str(found)
+    if path.is_file():
+        found = read_json(path).get("quantization", {}).get("quant_algo")
+    elif (checkpoint / "config.json").is_file():
+        found = (read_json(checkpoint / "config.json").get("quantization_config") or {}).get("quant_method")
+    else:
+        found = None
+    return None if found is None else str(found).upper()

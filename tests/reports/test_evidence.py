@@ -64,6 +64,27 @@ def test_layers_of_one_name_and_format_are_one_line_with_their_scales(run_folder
     assert layer_table(run_folder.root / "none") == []
 
 
+def test_experts_in_one_tensor_are_a_line_as_linears_are(tmp_path: Path) -> None:
+    stacks = [f"model.layers.{i}.feed_forward.experts.gate_up_proj" for i in range(2)]
+    scales = {f"{stacks[0]}_{kind}_scale": ("F32", 4) for kind in ("weight", "input")}
+    write_tensors(tmp_path / "model.safetensors", {stacks[0]: ("F8_E4M3", 64), **scales, stacks[1]: ("BF16", 128)})
+    declared = {"quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(declared), encoding="utf-8")
+    rows = {(layer.name, layer.format): layer.bytes for layer in layer_table(tmp_path)}
+    name = "model.layers.*.feed_forward.experts.gate_up_proj"
+    assert rows == {(name, "FP8"): 64 + 2 * 4, (name, "BF16"): 128}
+
+
+def test_experts_in_blocks_are_named_by_what_config_json_declares(tmp_path: Path) -> None:
+    experts = "model.layers.0.mlp.experts.down_proj"
+    tensors = {f"{experts}_blocks": ("U8", 128), f"{experts}_scales": ("U8", 8), f"{experts}_bias": ("BF16", 16)}
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    declared = {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(declared), encoding="utf-8")
+    (row,) = layer_table(tmp_path)
+    assert (row.name, row.format, row.bytes) == ("model.layers.*.mlp.experts.down_proj", "MXFP4", 128 + 8)
+
+
 def test_a_run_folder_brings_fidelity_manifest_layers_and_the_published_table(run_folder: RunFolder) -> None:
     found = compare_folders(*run_folders(run_folder), load_policy("release"), "trtllm_ci_mmlu")
     assert found.fidelity is not None
