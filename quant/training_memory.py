@@ -269,7 +269,7 @@ def _promote(model: nn.Module) -> None:
     for weight in quantized_weights(model):
         if getattr(weight.quantizer, "is_nvfp4_static", False):
             width = int(weight.quantizer.block_sizes[-1])
-            blocks = weight.values[..., 0].numel() * math.ceil(weight.values.shape[-1] / width)
+            blocks = weight.measured[..., 0].numel() * math.ceil(weight.values.shape[-1] / width)
             weight.quantizer.reset_amax()  # its shape is fixed once it is there
             weight.quantizer.amax = torch.ones((blocks, 1), device=weight.values.device)
     promote_nvfp4_static_quantizers(model)
