@@ -38,7 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code. A user's mistake is 2 after one line on stderr; a bug is 70 after its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(arguments)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(
+            f"unrecognized arguments: {shlex.join(unknown)}\nhalfbyte: hint: halfbyte {arguments[0]} --help "
+            "lists the options; a recipe's fields have none of their own: --set evaluate.include_path=FOLDER"
+        )
     _prepare(args)
     try:
         # A name and not a function in the parser, so that parsing imports no command.

@@ -44,9 +44,13 @@ def run(args: Namespace) -> int:
     if args.measure and not place.here:
         raise UserError(f"{place.name} is not on this machine", "leave --measure out, or --device")
     from halfbyte.quant.produce import prepare  # torch and ModelOpt take seconds; a typo in a recipe should not
+    from halfbyte.reports.applies import require_tasks_of
     from halfbyte.reports.policy import load_policy
 
     policy = load_policy(recipe.gate.policy)
+    if recipe.evaluate.images is None:
+        tasks = [spec.task for spec in recipe.evaluate.tasks]
+        require_tasks_of(policy, tasks, fidelity=recipe.evaluate.fidelity is not None)
     job = prepare(recipe, place.device, read_ahead=False, weights=False)
     plan, head = _plan_of(job, place, policy, throughput, args)
     print(dumps(plan) if args.json else _text(plan, head, policy), end="")

@@ -79,17 +79,23 @@ def _print_plans(jobs: list[Job], *, as_json: bool) -> int:
 
 def _policy_that_applies(recipe: Recipe) -> Policy | None:
     """The recipe's policy; None, with a warning, where it cannot judge tasks that are cut by a limit."""
+    from halfbyte.reports.applies import require_tasks_of
     from halfbyte.reports.policy import load_policy
 
     policy = load_policy(recipe.gate.policy)
     limits = {spec.task: spec.limit for spec in recipe.evaluate.tasks}
     if recipe.evaluate.images is not None:
         limits = {f"{IMAGES}/{name}": recipe.evaluate.images.limit for name in recipe.evaluate.images.metrics}
-    return policy if can_judge(policy, limits) else None
+    if not can_judge(policy, limits):
+        return None
+    if recipe.evaluate.images is None:
+        require_tasks_of(policy, list(limits), fidelity=recipe.evaluate.fidelity is not None)
+    return policy
 
 
 def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace) -> Comparison:
     from halfbyte.quant import produce
+    from halfbyte.reports.applies import require_margins
     from halfbyte.reports.compare import compare
     from halfbyte.reports.evidence import with_evidence
     from halfbyte.reports.write import write_reports
@@ -123,6 +129,8 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         if args.repeat_baseline:
             _say(args, recipe, "baseline", "once more, in other batches")
             measure_noise(baseline, settings, ours, args.data_root)
+        if policy is not None:
+            require_margins(policy, ours)
         reference = observe_baseline(baseline, settings.canary) if settings.canary else None
         if settings.fidelity is not None:
             keep_baseline(baseline, settings.fidelity, args.data_root)

@@ -100,9 +100,16 @@ def find_manager(name: str, include_path: str | None = None) -> TaskManager:
     every = task_manager(ours_only=False)
     if name in every.all_tasks:
         return every
-    error = unknown_name("task", name, [*every.all_tasks, *(own.all_tasks if own is not None else [])])
+    error = unknown_name("task", name, [*every.all_tasks, *(own.all_tasks if own is not None else [])], likeness=0.75)
     near, _, _ = (error.hint or "").partition("known: ")
-    raise UserError(error.message, f"{near}`lm-eval ls tasks` lists lm-eval's; ours: {', '.join(ours.all_tasks)}")
+    yours = (
+        "name the folder of your own: evaluate.include_path"
+        if own is None
+        else f"in {include_path}: {', '.join(own.all_tasks)}"
+    )
+    raise UserError(
+        error.message, f"{near}`lm-eval ls tasks` lists lm-eval's; ours: {', '.join(ours.all_tasks)}; {yours}"
+    )
 
 
 def require_tasks(settings: EvaluateSpec) -> None:

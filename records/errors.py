@@ -40,23 +40,29 @@ class Anomaly(UserError):
     exit_code = EXIT_ANOMALY
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
+def unknown_name(kind: str, name: str, known: Iterable[str], *, likeness: float = 0.5) -> UserError:
     """The error for a name that is not in a list: names the nearest and then all the known ones.
+
+    Args:
+        kind: What it is a name of.
+        name: The unknown one.
+        known: The list.
+        likeness: How like the nearest must be, from 0 to 1; of thousands of names one is half like any other.
 
     >>> print(unknown_name("preset", "nvfp5", ["fp8", "nvfp4"]))
     unknown preset 'nvfp5' (did you mean 'nvfp4'? known: fp8, nvfp4)
     """
     names = sorted(known)
-    near = _nearest(name, names)
+    near = _nearest(name, names, likeness)
     listing = f"known: {', '.join(names)}" if names else "none is known here"
     hint = f"did you mean '{near}'? {listing}" if near is not None else listing
     return UserError(f"unknown {kind} '{name}'", hint)
 
 
-def _nearest(name: str, names: list[str]) -> str | None:
+def _nearest(name: str, names: list[str], likeness: float) -> str | None:
     """The name most like another, whatever its case and its dashes; else the one with most of its words."""
     plain = {_plain(one): one for one in reversed(names)}
-    near = get_close_matches(_plain(name), plain, n=1, cutoff=0.5)
+    near = get_close_matches(_plain(name), plain, n=1, cutoff=likeness)
     if near:
         return plain[near[0]]
     words = set(_plain(name).split("_"))

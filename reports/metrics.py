@@ -10,6 +10,8 @@ from halfbyte.records.image_metrics import IMAGE_METRICS, ImageMetric
 from halfbyte.records.record import EvaluationRecord
 
 SHARE = (0.0, 1.0)
+SHARE_NAMES = "acc, exact_match or correct"
+"""What a metric of a user's own may be called, so that a question's value is known to lie between 0 and 1."""
 
 
 @dataclass(frozen=True, slots=True)

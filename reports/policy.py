@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from halfbyte.records.errors import UserError, unknown_name
-from halfbyte.reports.metrics import SHARE
+from halfbyte.reports.metrics import SHARE, SHARE_NAMES
 
 Allowed = Literal[
     "chat_template", "system_prompt", "bos_per_prompt", "max_length", "backend", "engine", "dtype", "seeds", "prompts",
@@ -119,7 +119,8 @@ class Policy(BaseModel):
         scale = "has no bounds" if bounds is None else f"lies between {bounds[0]:g} and {bounds[1]:g}"
         raise UserError(
             f"policy '{self.name}' has no margin for {metric} of {task}, which {scale}",
-            f"name one in the policy: margins: {{{metric}: ...}}, in units of {metric}",
+            f"name one in the policy: margins: {{{metric}: ...}}, in units of {metric}"
+            + (f"; or call it {SHARE_NAMES} if no question is worth less than 0 or more than 1" * (bounds is None)),
         )
 
     def decides(self, task: str) -> bool:

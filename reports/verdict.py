@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import EXIT_CODES, Comparison, FidelityResult, Judgement, TaskResult, Verdict, Word
+from halfbyte.reports.metrics import SHARE_NAMES
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.waivers import waiver_of
 
@@ -146,9 +147,7 @@ def _say_reason(seen: str, row: TaskResult, judgement: Judgement) -> tuple[str, 
     if row.result.interval is None:
         return (
             f"{seen}, and no confidence interval can be given: {reason}.",
-            "Draw more prompts or seeds."
-            if row.draws
-            else "Evaluate on more questions, or on a task whose questions have 0/1 outcomes.",
+            "Draw more prompts or seeds." if row.draws else _without_spread(row),
         )
     if "too near to chance" in str(reason):
         return f"{seen}, which is no evidence: {reason}.", "Evaluate a task that the baseline can do."
@@ -156,6 +155,15 @@ def _say_reason(seen: str, row: TaskResult, judgement: Judgement) -> tuple[str, 
     if "better than its baseline" in str(reason):
         step = "Evaluate more prompts; if it stays better, find out why."
     return f"{seen}, which is not enough evidence: {reason}.", step
+
+
+def _without_spread(row: TaskResult) -> str:
+    if row.bounds is not None:
+        return "Evaluate on more questions, or on a task whose questions have 0/1 outcomes."
+    return (
+        "Evaluate on more questions; or, if no question is worth less than 0 or more than 1, call the metric "
+        f"{SHARE_NAMES} in the task, so that its bounds are known, and evaluate both sides again."
+    )
 
 
 def _say_interval(seen: str, row: TaskResult, judgement: Judgement, policy: Policy, tasks: int) -> tuple[str, str]:

@@ -106,6 +106,31 @@ def test_an_unknown_task_is_named_with_the_nearest(line: Line, mistake: Mistake,
     assert expected in mistake("eval", line.model, "--tasks", "smok", "--output", line.folder / "evaluation")
 
 
+def test_an_option_for_a_recipes_field_is_answered_with_the_way_to_set_it(
+    line: Line, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["eval", str(line.model), "--tasks", "smoke", "--include-path", "tasks"])
+    assert refused.value.code == 2
+    shown = said(capfd.readouterr().err.partition("\n")[2])
+    assert "unrecognized arguments: --include-path tasks | halfbyte: hint: halfbyte eval --help" in shown
+    assert "--set evaluate.include_path=FOLDER" in shown
+
+
+def test_a_policy_that_cannot_judge_what_is_evaluated_is_refused_before_the_checkpoint_is_made(
+    line: Line, mistake: Mistake, tmp_path: Path
+) -> None:
+    fields = {"name": "ours", "description": "Ours.", "release_evidence": False, "allow_limit": True}
+    other = ("--output", tmp_path / "runs", "--set", f"gate.policy={tmp_path / 'ours.yaml'}")
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump({**fields, "margin": 0.02, "primary": ["smok"]}))
+    expected = "policy 'ours' decides on smok, which the recipe does not evaluate"
+    assert expected in mistake("run", line.recipe, *other, "--dry-run")
+    assert expected in mistake("plan", line.recipe, *other[2:])
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump({**fields, "margins": {"elsewhere": 0.02}}))
+    assert "policy 'ours' has no margin for " in mistake("run", line.recipe, *other)
+    assert not list((tmp_path / "runs").rglob("*.safetensors"))
+
+
 @pytest.mark.parametrize("name", ["../smoke", "/smoke", ".smoke", "a b"])
 def test_a_task_that_would_name_another_folder_is_refused(line: Line, mistake: Mistake, name: str) -> None:
     assert f"task '{name}'" in mistake("eval", line.model, "--tasks", name, "--output", "runs/tiny-nvfp4")

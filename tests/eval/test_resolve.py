@@ -69,6 +69,16 @@ def test_an_unknown_task_near_one_of_lm_evals_names_that() -> None:
         load_task("arc_eazy", None)
 
 
+def test_an_unknown_task_like_none_of_lm_evals_says_where_ones_own_are_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        find_manager("shop_refund")
+    assert "did you mean" not in str(refused.value)
+    assert "name the folder of your own: evaluate.include_path" in str(refused.value)
+    folder = own_folder(tmp_path / "tasks")
+    with pytest.raises(UserError, match=r"unknown task 'shop_refund'.*in .*tasks: mine\)"):
+        find_manager("shop_refund", str(folder))
+
+
 @pytest.fixture
 def hub_task(tiny_tasks: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """tiny_hub, whose data is owner/questions on the hub; returns an empty data root."""
