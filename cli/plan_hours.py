@@ -95,13 +95,17 @@ def plan_hours(
     return found
 
 
+def _unknown(what: str, kind: str) -> str:
+    return f"no speed of {what} is known; state it (--throughput {kind}=N, tokens a second) or --measure"
+
+
 def _calibration(job: Job, speeds: Throughput, calibrated: tuple[int, bool]) -> StageHours:
     rate = speeds.rates.get("calibrated")
     more = sorted({str(one) for one in methods(job.config)} - {"max", "None"})
     if more:
         return StageHours("calibration", None, note=f"how long {', '.join(more)} takes is not known")
     if rate is None:
-        return StageHours("calibration", None, note="no speed of calibrating is known")
+        return StageHours("calibration", None, note=_unknown("calibrating", "calibrated"))
     tokens, most = calibrated
     return StageHours("calibration", tokens / rate.tokens_per_second / 3600, most or rate.at_least)
 
@@ -117,7 +121,7 @@ def _evaluation(tasks: Sequence[TaskTokens], stage: str, speeds: Throughput, slo
             if tokens:
                 rate: Rate | None = speeds.rates.get(kind)
                 if rate is None:
-                    return StageHours(stage, None, note=f"no speed of tokens {kind} is known")
+                    return StageHours(stage, None, note=_unknown(f"tokens {kind}", kind))
                 seconds += tokens / rate.tokens_per_second
                 at_most = at_most or rate.at_least or kind == "generated"
     return StageHours(stage, seconds * slower / 3600, at_most)
@@ -130,7 +134,7 @@ def _training(training: TrainingPlan, speeds: Throughput) -> StageHours:
         return StageHours("training", training.steps * training.seconds / 3600)
     rate = speeds.rates.get("trained")
     if rate is None:
-        return StageHours("training", None, note="no speed of training is known")
+        return StageHours("training", None, note=_unknown("training", "trained"))
     return StageHours("training", training.steps * training.tokens / rate.tokens_per_second / 3600, rate.at_least)
 
 

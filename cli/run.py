@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from halfbyte.recipes.schema import Recipe
     from halfbyte.reports.comparison import Comparison
     from halfbyte.reports.policy import Policy
+    from halfbyte.sides import Side
 
 STAGES = ("plan", "baseline", "quantize", "verify", "canary", "candidate", "fidelity", "report")
 
@@ -95,11 +96,10 @@ def _policy_that_applies(recipe: Recipe) -> Policy | None:
 
 def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace) -> Comparison:
     from halfbyte.quant import produce
-    from halfbyte.reports.applies import require_margins
     from halfbyte.reports.compare import compare
     from halfbyte.reports.evidence import with_evidence
     from halfbyte.reports.write import write_reports
-    from halfbyte.sides import Side, cached_records, keep_copy, measure_noise, own_records
+    from halfbyte.sides import Side, own_records
     from halfbyte.stages import (
         keep_baseline,
         make_checkpoint,
@@ -124,13 +124,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         _say(args, recipe, "plan", f"{job.source.name} on {job.device}\n{job.plan}")
         baseline = Side(job.source.digest, job.device.type, job.dtype, job.open_baseline, job.describe_baseline)
         _say(args, recipe, "baseline", job.source.name)
-        cached = cached_records(baseline, settings, args.data_root)
-        ours = [keep_copy(record, folder.evaluations(baseline.digest)) for record in cached]
-        if args.repeat_baseline:
-            _say(args, recipe, "baseline", "once more, in other batches")
-            measure_noise(baseline, settings, ours, args.data_root)
-        if policy is not None:
-            require_margins(policy, ours)
+        ours = _evaluated(baseline, job, folder, policy, args)
         reference = observe_baseline(baseline, settings.canary) if settings.canary else None
         if settings.fidelity is not None:
             keep_baseline(baseline, settings.fidelity, args.data_root)
@@ -165,6 +159,22 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
         comparison = with_evidence(comparison, folder, recipe.published)
         write_reports([comparison], folder.root)
     return comparison
+
+
+def _evaluated(baseline: Side, job: Job, folder: RunFolder, policy: Policy | None, args: Namespace) -> list[Path]:
+    """The baseline's records in the run folder, one a task; refuses a policy that cannot judge them."""
+    from halfbyte.reports.applies import require_margins
+    from halfbyte.sides import cached_records, keep_copy, measure_noise
+
+    settings = job.recipe.evaluate
+    cached = cached_records(baseline, settings, args.data_root)
+    ours = [keep_copy(record, folder.evaluations(baseline.digest)) for record in cached]
+    if args.repeat_baseline:
+        _say(args, job.recipe, "baseline", "once more, in other batches")
+        measure_noise(baseline, settings, ours, args.data_root)
+    if policy is not None:
+        require_margins(policy, ours)
+    return ours
 
 
 def _say(args: Namespace, recipe: Recipe, stage: str, what: str) -> None:

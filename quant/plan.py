@@ -84,7 +84,9 @@ class Plan:
         lines.append(f"{self.dtype:12} {len(kept):5} layers kept: {_groups(kept) or 'none'}")
         if self.kv_cache:
             lines.append(f"{'KV cache':12} {self.kv_layers:5} layers in {self.kv_cache}")
-        lines.append(f"checkpoint   {self.tensor_bytes / 1e9:.3f} GB, {self.bits_per_weight:.2f} bits per weight")
+        small = self.tensor_bytes < 1e8
+        size = f"{self.tensor_bytes / 1e6:.2f} MB" if small else f"{self.tensor_bytes / 1e9:.3f} GB"
+        lines.append(f"checkpoint   {size}, {self.bits_per_weight:.2f} bits per weight")
         return "\n".join(lines)
 
 

@@ -63,7 +63,7 @@ def incomparable(
     baseline: EvaluationRecord, candidate: EvaluationRecord, difference: Difference, count: int
 ) -> Incomparable:
     """The error for records whose settings differ."""
-    more = f" ({count - 1} more differences)" if count > 1 else ""
+    more = f" ({count - 1} more {'difference' if count == 2 else 'differences'})" if count > 1 else ""
     return Incomparable(
         f"the records of task '{baseline.task}' are not comparable: {difference}{more}",
         SAME,
