@@ -75,6 +75,11 @@ def batches_of(
         yield row, False
 
 
+def shares_rows(sequences: Sequence[Sequence[int]], tokens: int) -> bool:
+    """Whether some texts would share a row of at most `tokens` tokens; those of one length are stacked instead."""
+    return any(len(texts) > 1 and not stacked for texts, stacked in batches_of(sequences, tokens, pack=True))
+
+
 def packed_inputs(row: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
     """input_ids and position_ids, [1, tokens], of several sequences laid end to end."""
     ids = torch.tensor([[token for sequence in row for token in sequence]], device=device)
@@ -111,7 +116,7 @@ def forward_loop(
     Args:
         sequences: Token ids of each text.
         tokens_per_row: Most tokens in one forward pass.
-        pack: Whether several texts may share a row (see packs_exactly).
+        pack: Whether several texts may share a row (see packs_exactly); of no effect unless they would (shares_rows).
     """
     batches = list(batches_of(sequences, tokens_per_row, pack=pack))
 

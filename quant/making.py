@@ -89,11 +89,9 @@ class Making:
             self.data, seconds["calibrate"] = state["data"], state["seconds"]
             return model
         self.data = data
-        loop = calibration.forward_loop(
-            sequences,
-            tokens_per_row=spec.length * spec.batch_size,
-            pack=calibration.packs_exactly(model),
-        )
+        most = spec.length * spec.batch_size
+        pack = calibration.shares_rows(sequences, most) and calibration.packs_exactly(model)
+        loop = calibration.forward_loop(sequences, tokens_per_row=most, pack=pack)
         with timed(seconds, "calibrate"):  # in all processes: ModelOpt takes the largest range and waits for all
             ptq.calibrate(model, job.config, loop)
         if self.processes.leads:

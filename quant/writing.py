@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from threading import Semaphore
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def side_by_side(save: Save) -> Iterator[Save]:
             and none is being written any more.
     """
     free = Semaphore(WRITERS)
-    begun: list[Future[None]] = []
+    begun: list[Future[Any]] = []
 
     def write(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None) -> None:
         try:
@@ -65,8 +65,8 @@ def side_by_side(save: Save) -> Iterator[Save]:
         finally:
             tensors.clear()
             free.release()
+        begun.append(pool.submit(file_digest, path))  # kept for model_digest; while the disk takes the file in
         sync_file(path)
-        file_digest(path)  # keeps it for model_digest, while the file is still in memory
 
     def begin(
         tensors: dict[str, Tensor], filename: str | PathLike[str], metadata: dict[str, str] | None = None
@@ -77,7 +77,7 @@ def side_by_side(save: Save) -> Iterator[Save]:
                 future.result()
         begun.append(pool.submit(write, dict(tensors), Path(filename), metadata))
 
-    with ThreadPoolExecutor(max_workers=2 * WRITERS) as pool:
+    with ThreadPoolExecutor(max_workers=3 * WRITERS) as pool:
         try:
             yield begin
             for future in begun:

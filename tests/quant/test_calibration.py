@@ -39,6 +39,14 @@ def test_packed_texts_give_the_logits_of_single_ones(family: str) -> None:
     torch.testing.assert_close(packed, single, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "shared"),
+    [((4, 4, 4, 4), False), ((4, 4, 4), False), ((4, 4, 4, 2), True), ((9, 9), False), ((4, 4, 9), False)],
+)
+def test_texts_share_rows_unless_those_of_one_length_fill_batches(lengths: tuple[int, ...], shared: bool) -> None:
+    assert calibration.shares_rows([[1] * length for length in lengths], 8) is shared
+
+
 def test_a_model_that_mixes_packed_texts_is_found_out() -> None:
     class Mixing(torch.nn.Module):
         """Answers with the running mean of all tokens of the row, whatever position_ids say."""
