@@ -33,6 +33,8 @@ SMOOTHING = ("awq_lite", "awq_full", "svdquant")
 
 # Quantizers of the attention scores' operands: ModelOpt's export drops their scales, so that nobody can read them back.
 _UNEXPORTED = ("*q_bmm_quantizer", "*p_bmm_quantizer", "*softmax_quantizer")
+_NORMS = ("nn.LayerNorm", "nn.BatchNorm1d", "nn.BatchNorm2d", "nn.InstanceNorm1d", "nn.InstanceNorm2d")
+"""Classes whose inputs a preset's '*input_quantizer' would round in memory, and no checkpoint does."""
 
 
 def _listed_recipes() -> list[str]:
@@ -148,7 +150,9 @@ def _exportable(config: dict[str, Any], unexported: Sequence[str]) -> dict[str, 
         name = str(entry.get("quantizer_name"))
         if entry.get("cfg") and any(fnmatch(pattern.lstrip("*"), name) for pattern in unexported):
             logger.info("%s is left out: a checkpoint has no place for its scale", name)
-    config["quant_cfg"] = [*config["quant_cfg"], *({"quantizer_name": name, "enable": False} for name in unexported)]
+    off = [{"quantizer_name": name, "enable": False} for name in unexported]
+    off += [{"quantizer_name": "*input_quantizer", "parent_class": name, "enable": False} for name in _NORMS]
+    config["quant_cfg"] = [*config["quant_cfg"], *off]
     algorithm = config.get("algorithm")
     for entry in algorithm if isinstance(algorithm, list) else [algorithm]:
         layerwise = entry.get("layerwise") if isinstance(entry, dict) else None

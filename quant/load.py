@@ -217,6 +217,7 @@ def _without_quantized(
         for name in places.linears:
             gap = nn.Module()
             gap.register_parameter("bias", self.get_submodule(name).bias)
+            gap.weight = torch.empty(0, 0)  # no parameter: for what initializes the weights of a module's children
             self.set_submodule(name, gap)
         for stack in [*places.stacks, *places.whole]:
             experts = self.get_submodule(stack.module)

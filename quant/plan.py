@@ -141,6 +141,7 @@ def plan_of(model: nn.Module, config: dict[str, Any], keep: Sequence[str] = ()) 
             f"its layers are named like {example}",
         )
     refuse_tied(model, layers, keep)
+    _require_exported(model, layers, keep)
     require_fit(layers, keep)
     layers = _with_smoothing(model, layers, config, keep)
     kv_cache, kv_layers, kv_bytes = _kv_cache(model)
@@ -156,6 +157,23 @@ def plan_of(model: nn.Module, config: dict[str, Any], keep: Sequence[str] = ()) 
         tensor_bytes=size,
         dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def _require_exported(model: nn.Module, layers: Sequence[Layer], keep: Sequence[str]) -> None:
+    """Refuses layers of classes that ModelOpt quantizes in memory and leaves as they are in its export, by their name.
+
+    Raises:
+        UserError: naming the first and its class.
+    """
+    from modelopt.torch.export.registry import ExportModuleRegistry
+
+    chosen = [layer for layer in layers if layer.format and layer.kind != "Expert"]
+    left = [layer for layer in chosen if ExportModuleRegistry.match(model.get_submodule(layer.name)) is None]
+    if left:
+        raise UserError(
+            f"{left[0].name} is a {left[0].kind}, which ModelOpt quantizes in memory and would export as it is",
+            f"keep what is one: {keeping(layers, [layer.name for layer in left], keep)}",
+        )
 
 
 def _with_smoothing(

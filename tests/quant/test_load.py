@@ -47,6 +47,26 @@ def test_logits_read_back_equal_those_in_memory_bit_for_bit(
         assert torch.equal(memory, read)
 
 
+@pytest.mark.parametrize("preset", ["fp8", "nvfp4", "nvfp4_awq_lite"])
+@pytest.mark.parametrize("family", ["Starcoder2", "Mamba2"])
+def test_unusual_families_answer_as_in_memory(family: str, preset: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Starcoder2 has torch's LayerNorm, whose inputs no checkpoint rounds; Mamba2 initializes its children's weights."""
+    import transformers
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 384}
+    more: dict[str, Any] = {
+        "Starcoder2": {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
+        "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+    }[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**shape, **more)
+    getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    _, memory, read = quantize_both(
+        tmp_path / "model", tiny_tokenizer, tmp_path / "out", spec(preset), torch.bfloat16, INPUTS
+    )
+    assert torch.equal(memory, read)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("preset", ["fp8", "nvfp4", "w4a16_nvfp4", "mxfp8", "fp8_per_channel_per_token"])
 def test_experts_read_back_answer_as_those_in_memory(

@@ -102,6 +102,15 @@ def test_what_the_export_would_get_wrong_is_refused_before_calibration(tmp_path:
         _plan(tmp_path / "gpt-oss", spec("MXFP8_DEFAULT_CFG"))
 
 
+def test_a_linear_of_a_class_that_the_export_would_leave_as_it_is_is_refused(tmp_path: Path) -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    FalconForCausalLM(FalconConfig(**SMALL)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"query_key_value is a FalconLinear, .* would export as it is") as caught:
+        _plan(tmp_path, spec("fp8"))
+    assert "transformer.h.*.mlp.dense_h_to_4h" in _hinted(caught)
+
+
 @pytest.mark.parametrize(
     ("preset", "said"),
     [
