@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.recipes.facts import MEMORY_GB
-from halfbyte.recipes.find import load_recipe, with_limit
+from halfbyte.recipes.find import load_recipe, unsupported, with_limit
 from halfbyte.recipes.throughput import Throughput, measured_on, stated
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
@@ -46,13 +46,23 @@ def run(args: Namespace) -> int:
     from halfbyte.quant.produce import prepare  # torch and ModelOpt take seconds; a typo in a recipe should not
     from halfbyte.reports.applies import require_tasks_of
     from halfbyte.reports.policy import load_policy
+    from halfbyte.reports.text import wrapped
 
     policy = load_policy(recipe.gate.policy)
     if recipe.evaluate.images is None:
         tasks = [spec.task for spec in recipe.evaluate.tasks]
         require_tasks_of(policy, tasks, fidelity=recipe.evaluate.fidelity is not None)
-    job = prepare(recipe, place.device, read_ahead=False, weights=False)
-    plan, head = _plan_of(job, place, policy, throughput, args)
+    reason = unsupported(recipe)
+    try:
+        job = prepare(recipe, place.device, read_ahead=False, weights=False)
+        plan, head = _plan_of(job, place, policy, throughput, args)
+    except UserError as error:
+        if reason is None:
+            raise
+        raise UserError(f"{recipe.name} cannot be run: {reason}", f"nor planned here: {error.message}") from error
+    plan["unsupported"] = reason
+    if reason is not None:
+        head = f"{wrapped(f'cannot be run: {reason}')}\n{head}"
     print(dumps(plan) if args.json else _text(plan, head, policy), end="")
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfbyte.compare_command import can_judge, exit_code, rendered
-from halfbyte.recipes.find import load_recipe, with_limit
+from halfbyte.recipes.find import load_recipe, require_supported, with_limit
 from halfbyte.recipes.images import IMAGES
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
@@ -31,6 +31,8 @@ def run(args: Namespace) -> int:
     twice = {recipe.name for recipe in recipes if [other.name for other in recipes].count(recipe.name) > 1}
     if twice:
         raise UserError(f"recipe '{min(twice)}' is given twice")
+    for recipe in recipes:
+        require_supported(recipe)  # all of them, before a model is fetched for the first
     from halfbyte.eval.image_scores import require_metrics
     from halfbyte.eval.opening import require_two_endpoints
     from halfbyte.eval.resolve import require_tasks

@@ -27,7 +27,7 @@ from halfbyte.quant.plan import Plan, make_plan
 from halfbyte.quant.processes import Processes
 from halfbyte.quant.trainable import identity, require_trainable
 from halfbyte.quant.upstream import importing
-from halfbyte.recipes.find import load_recipe, recipe_digest, resolved_yaml
+from halfbyte.recipes.find import load_recipe, recipe_digest, require_supported, resolved_yaml
 from halfbyte.recipes.schema import ModelSpec, Recipe
 from halfbyte.recipes.texts import require_local
 from halfbyte.records.digests import model_digest, text_identity, value_digest
@@ -122,6 +122,8 @@ def prepare(
     Raises:
         UserError: for whatever can be known to fail before hours are spent.
     """
+    if weights:
+        require_supported(recipe)
     where = device if isinstance(device, torch.device) else device_of(device)
     if read_ahead:
         wake(where)

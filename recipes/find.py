@@ -136,6 +136,25 @@ def require_distinct(settings: EvaluateSpec) -> None:
         raise UserError(f"task '{min(twice)}' is named twice", "a record holds one evaluation of a task")
 
 
+def require_supported(recipe: Recipe) -> None:
+    """Refuses a recipe that is known not to run as it is.
+
+    Raises:
+        UserError: with the reason that its facts give.
+    """
+    reason = unsupported(recipe)
+    if reason is not None:
+        raise UserError(
+            f"{recipe.name} cannot be run: {reason}",
+            "take another recipe; with --set facts.unsupported=null it is tried all the same",
+        )
+
+
+def unsupported(recipe: Recipe) -> str | None:
+    """Why a recipe cannot be run as it is; None where nothing is known against it."""
+    return None if recipe.facts is None else recipe.facts.unsupported
+
+
 def recipe_digest(recipe: Recipe) -> str:
     """SHA-256 of what a recipe asks for.
 

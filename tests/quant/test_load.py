@@ -50,7 +50,7 @@ def test_logits_read_back_equal_those_in_memory_bit_for_bit(
 @pytest.mark.parametrize("preset", ["fp8", "nvfp4", "nvfp4_awq_lite"])
 @pytest.mark.parametrize("family", ["Starcoder2", "Mamba2"])
 def test_unusual_families_answer_as_in_memory(family: str, preset: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """Starcoder2 has torch's LayerNorm, whose inputs no checkpoint rounds; Mamba2 initializes its children's weights."""
+    """Starcoder2's norms are torch's LayerNorm, whose inputs no checkpoint rounds; Mamba2 initializes its children."""
     import transformers
 
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 384}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 from public_models import configured, main_format, public_plan
 
+import halfbyte
 from halfbyte.main import main
 from halfbyte.recipes.facts import FactsSpec
 from halfbyte.recipes.find import find_recipe, load_recipe, recipe_digest, recipe_text, shipped_files
@@ -155,6 +157,43 @@ def test_the_command_shows_the_facts_and_is_still_the_recipe(name: str, capsys: 
 def test_facts_change_no_run() -> None:
     recipe = load_recipe("demo-fp8")
     assert recipe_digest(recipe) == recipe_digest(recipe.model_copy(update={"facts": None}))
+
+
+UNSUPPORTED = "nemotron-4-340b-nvfp4-qat"
+
+
+@pytest.mark.parametrize("command", [["run"], ["quantize", "--output", "out"], ["train", "--dry-run"]])
+def test_a_recipe_that_cannot_be_run_is_refused_with_its_reason_before_a_model_is_looked_for(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, *options = command
+    assert main([name, UNSUPPORTED, *options, "--quiet"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"halfbyte: error: {UNSUPPORTED} cannot be run: {facts_of(load_recipe(UNSUPPORTED)).unsupported}"
+    assert "facts.unsupported=null" in said[1]
+    with pytest.raises(UserError, match="cannot be run: every process of a training loads the whole model"):
+        halfbyte.quantize(UNSUPPORTED, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+    nowhere = ["--set", "facts.unsupported=null", "--set", f"model.id={tmp_path / 'nowhere'}"]
+    assert main([name, UNSUPPORTED, *options, *nowhere, "--quiet"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_recipe_that_cannot_be_run_says_so(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "the moon is full"
+    asked = ["plan", "demo-fp8", "--device", "cpu", "--quiet", "--set", f"facts.unsupported={why}"]
+    known = [*asked, "--set", f"model.id={tiny_model_folder}"]
+    assert main(known) == 0
+    assert capsys.readouterr().out.startswith(f"cannot be run: {why}\n")
+    assert main([*known, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unsupported"] == why
+    assert main([*asked, "--set", f"model.id={tmp_path / 'nowhere'}"]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == f"halfbyte: error: demo-fp8 cannot be run: {why}"
+    assert "nor planned here" in hint
 
 
 def test_ones_own_model_does_not_take_the_facts_of_another(tmp_path: Path) -> None:
