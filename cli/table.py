@@ -45,8 +45,8 @@ def run(args: Namespace) -> int:
         return 0
     print(f"{published.about}\n\n{aligned(published_rows(published))}\n\n{described(published)}")
     for label, one in overlays:
-        shown = aligned(overlay_rows(one, label)) if measured_any(one) else "The run measured nothing of this table."
-        print(f"\n{shown}")
+        shown = aligned(overlay_rows(one, label)) if measured_any(one) else f"{label} measured nothing of this table."
+        print("\n".join([f"\n{shown}", *one.asked]))
     return 0
 
 

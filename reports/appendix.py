@@ -107,9 +107,8 @@ def published_overlays(comparisons: Sequence[Comparison]) -> list[tuple[Table, s
         for table in one.published:
             source = f"{table.model or 'Several models'}. Source: {'; '.join(table.source)} (seen: {table.seen}). "
             measured = "" if measured_any(table) else "None of its rows was measured here. "
-            found.append(
-                (overlay_rows(table, label, measured_only=place > 0), f"{source}{measured}Settings: {table.settings}")
-            )
+            text = " ".join([f"{source}{measured}Settings: {table.settings}", *(f"{line}." for line in table.asked)])
+            found.append((overlay_rows(table, label, measured_only=place > 0), text))
     return found
 
 

@@ -219,6 +219,8 @@ class PublishedTable(_Strict):
     """primary, mirror, secondary or translation: how surely it was seen."""
     settings: str
     cells: list[PublishedCell]
+    asked: list[str] = Field(default_factory=list)
+    """Whose figures ours are and how each benchmark was asked, with what is known to differ from the published way."""
 
 
 class Training(_Strict):

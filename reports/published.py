@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from halfbyte.records.errors import unknown_name
 from halfbyte.reports import figures
-from halfbyte.reports.comparison import Comparison, PublishedCell, PublishedTable
+from halfbyte.reports.comparison import Comparison, PublishedCell, PublishedTable, TaskResult
+from halfbyte.reports.protocol import asked
 from halfbyte.reports.tables import Table
 
 NOT_AT_HAND = "not at hand"
@@ -20,7 +21,7 @@ _TASKS = {
     "MMLU": r"mmlu",
     "vMMLU_5shot": r"mmlu",
     "MMLU_Pro": r"mmlu_pro",
-    "GSM8K": r"gsm8k(_.+)?",
+    "GSM8K": r"gsm8k(_(?!platinum).+)?",  # gsm8k_platinum has other questions
     "AIME_2024": r"aime_?(20)?24",
     "AIME_2025": r"aime_?(20)?25",
     "GPQA_Diamond": r"gpqa_diamond(_.+)?",
@@ -112,12 +113,18 @@ def published_table(name: str) -> Published:
 def beside(published: Published, comparison: Comparison) -> PublishedTable:
     """The published table with our figures where we measured the same benchmark in a format of the same name."""
     scale = _SCALES.get(published.unit)
+    used: dict[str, TaskResult] = {}
 
     def measured(row: str, benchmark: str) -> float | None:
-        score = None if scale is None else _ours(comparison, *_named_cell(published, row, benchmark, comparison))
-        return None if score is None or scale is None else scale * score
+        named = _named_cell(published, row, benchmark, comparison)
+        found = None if scale is None else _ours(comparison, *named)
+        if found is None or scale is None:
+            return None
+        used[named[1]] = found[0]
+        return scale * found[1]
 
-    return overlaid(published, measured)
+    table = overlaid(published, measured)
+    return table.model_copy(update={"asked": asked(published, comparison, used)})
 
 
 def overlaid(published: Published, measured: Callable[[str, str], float | None]) -> PublishedTable:
@@ -154,7 +161,8 @@ def _named_cell(published: Published, row: str, benchmark: str, comparison: Comp
     return (f"{row} {benchmark}" if row == nearest else ""), published.task
 
 
-def _ours(comparison: Comparison, row: str, benchmark: str) -> float | None:
+def _ours(comparison: Comparison, row: str, benchmark: str) -> tuple[TaskResult, float] | None:
+    """The task that measured what a benchmark does, and the score of the side that a row is of."""
     pattern, metric = _TASKS.get(benchmark), _METRICS.get(benchmark)
     side = _side(row, comparison)
     if side is None:
@@ -162,7 +170,7 @@ def _ours(comparison: Comparison, row: str, benchmark: str) -> float | None:
     for task in comparison.tasks:
         of_text = pattern is not None and re.fullmatch(pattern, task.task) and task.bounds == (0, 1)
         if of_text or (task.draws and task.metric == metric):
-            return task.result.baseline if side == "baseline" else task.result.candidate
+            return task, task.result.baseline if side == "baseline" else task.result.candidate
     return None
 
 

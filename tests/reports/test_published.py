@@ -154,6 +154,41 @@ def test_a_task_of_a_similar_name_is_not_the_benchmark(tmp_path: Path, cache: Pa
     assert all(cell.ours is None for cell in table.cells)
 
 
+def test_ours_says_whose_it_is_and_how_it_was_asked_where_that_is_not_the_published_way(
+    tmp_path: Path,
+    cache: Path,  # noqa: ARG001
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for side, of in (("b", model(name="mine/Nano-30B")), ("c", model("NVFP4", name="mine/Nano-30B"))):
+        one = tmp_path / side
+        write_record(one / "gpqa", [1.0, 0.0] * 50, task="gpqa_diamond", of=of, subtask={"num_fewshot": 3}, limit=100)
+        write_record(one / "pro", [1.0, 0.0] * 250, task="mmlu_pro", of=of)
+    comparison = compare(tmp_path / "b", tmp_path / "c")
+    table = beside(published_table("modelopt_nemotron3_nano_pruned"), comparison)
+    assert {cell.row for cell in table.cells if cell.ours is not None} == {"official 30B BF16"}
+    assert table.asked == [
+        "ours, MMLU_Pro: task mmlu_pro, acc, 0 examples, no chat template, 500 questions",
+        "ours, GPQA_Diamond: task gpqa_diamond, acc, 3 examples, no chat template, 100 questions (the first 100 alone);"
+        " published otherwise: 8 samples of each",
+    ]
+    other = beside(published_table("qad_nano9b"), comparison)
+    assert other.asked[0] == f"ours is of mine/Nano-30B, the published figures are of {other.model}"
+    sides = (("mmlu-b", model(name="Nemotron-4-15B")), ("mmlu-c", model("NVFP4", name="Nemotron-4-15B")))
+    shots = compare(*(write_record(tmp_path / name, [1.0, 0.0] * 50, task="mmlu", of=of) for name, of in sides))
+    assert beside(published_table("march-2025-table-3"), shots).asked[-1].endswith("; published otherwise: 5 examples")
+    write_reports([comparison], tmp_path / "report")
+    assert main(["table", "modelopt_nemotron3_nano_pruned", "--with", str(tmp_path / "report")]) == 0
+    assert capsys.readouterr().out.endswith("\n".join(table.asked) + "\n")
+
+
+def test_another_set_of_questions_of_a_similar_name_is_not_the_benchmark(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    for side, of in (("b", model("FP8")), ("c", model("NVFP4"))):
+        write_record(tmp_path / side, [1.0, 0.0] * 50, task="gsm8k_platinum_cot", of=of)
+    table = beside(published_table("blog1_table1_deepseek_r1"), compare(tmp_path / "b", tmp_path / "c"))
+    assert all(cell.ours is None for cell in table.cells)
+    assert table.asked == []
+
+
 def test_the_command_lists_prints_and_overlays(
     records: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
