@@ -97,7 +97,7 @@ def _add_plan(commands: Commands) -> None:
     parser.add_argument(
         "--throughput",
         metavar="KIND=N",
-        help="tokens a second you reckon with: scored, generated, calibrated, trained, separated by commas",
+        help="tokens a second you reckon with: scored, generated, calibrated, trained, drawn, separated by commas",
     )
     parser.add_argument(
         "--measure", action="store_true", help="measure the speeds here, by a few passes with random weights"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.recipes.facts import MEMORY_GB
 from halfbyte.recipes.find import load_recipe, unsupported, with_limit
-from halfbyte.recipes.throughput import Throughput, measured_on, stated
+from halfbyte.recipes.throughput import Throughput, drawing_on, measured_on, stated
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
 
@@ -98,11 +98,15 @@ def _plan_of(
     if isinstance(job.source, PipelineSource):
         from halfbyte.plan_images import plan_images
 
-        return plan_images(job, place.name, place.capacity)
+        if args.measure:
+            raise UserError("a model that draws is not measured by --measure", "state its speed: --throughput drawn=N")
+        speeds = throughput.over(drawing_on(_profile(place.name), job.plan.weights))
+        return plan_images(job, place.name, place.capacity, speeds, args.data_root)
     from halfbyte.eval.memory import resident  # with all that is imported, as a run has too
-    from halfbyte.plan_hours import calibration_tokens, measure, plan_hours, token_weights
+    from halfbyte.plan_hours import calibration_tokens, measure, plan_hours, shown, token_weights
     from halfbyte.plan_memory import plan_memory
     from halfbyte.plan_tokens import count_tokens
+    from halfbyte.quant.models import left_to_defaults
     from halfbyte.stages import described, plan_training, told
 
     training = plan_training(job, capacity=place.capacity, measured=args.measure)
@@ -118,24 +122,27 @@ def _plan_of(
         speeds = throughput.over(measure(job, tasks).over(speeds))
     hours = plan_hours(job, tasks, training, speeds, calibration_tokens(job, args.data_root))
     known = [one.hours for one in hours if one.hours is not None]
+    assumed = left_to_defaults(job.source)
     plan = {
         **described(job, training),
+        "assumed": assumed,
         "device": place.name,
         "device_bytes": place.capacity,
         "process_bytes": process,
         "peak_memory_bytes": {one.stage: one.peak for one in memory},
         "memory_notes": {one.stage: one.note for one in memory if one.note},
         "tokens": {one.task: one.as_dict() for one in tasks},
-        "throughput": {
-            kind: {"tokens_per_second": rate.tokens_per_second, "source": rate.source, "at_least": rate.at_least}
-            for kind, rate in speeds.rates.items()
-        },
+        "throughput": shown(speeds),
         "hours": {one.stage: one.hours for one in hours} | {"total": sum(known) if len(known) == len(hours) else None},
         "hours_at_most": [one.stage for one in hours if one.at_most],
         "hours_notes": {one.stage: one.note for one in hours if one.note},
         "power": _power(tasks, policy),
     }
-    return plan, told(job, training)
+    lines = [
+        f"assumed      {name} {value}: config.json does not say it, and transformers takes this"
+        for name, value in assumed.items()
+    ]
+    return plan, "\n".join([told(job, training), *lines])
 
 
 def _profile(name: str) -> str:
@@ -206,11 +213,14 @@ def _token_lines(tokens: dict[str, dict[str, Any]]) -> list[str]:
 def _hour_lines(plan: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     for stage, hours in plan["hours"].items():
-        note = plan["hours_notes"].get(stage, "" if stage != "total" else "a stage of it is not known")
+        note = plan["hours_notes"].get(
+            stage, "a stage of it is not known" if stage == "total" and hours is None else ""
+        )
         most = "<= " if stage in plan["hours_at_most"] or (stage == "total" and plan["hours_at_most"]) else ""
         shown = (
             f"not known: {note}" if hours is None else f"{most}{hours:.2f}" if hours >= 0.1 else f"{most}{hours:.4f}"
         )
+        shown += f"  ({note})" if note and hours is not None else ""
         lines.append(f"{'hours' if not lines else '':12} {stage.replace('_', ' '):20} {shown}")
     for kind, rate in plan["throughput"].items():
         least = "at least " if rate["at_least"] else ""

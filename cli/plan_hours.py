@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,10 @@ import torch
 from halfbyte.eval.passes import Shape, seconds_of_score, seconds_of_step
 from halfbyte.plan_tokens import TaskTokens
 from halfbyte.quant import calibration
+from halfbyte.quant.attach import prepare
 from halfbyte.quant.checkpoint import torch_dtype
 from halfbyte.quant.configs import methods
+from halfbyte.quant.forward_memory import build
 from halfbyte.quant.models import compute_dtype, empty_model, has_tokenizer, open_tokenizer
 from halfbyte.recipes.data import NotAtHand
 from halfbyte.recipes.texts import load_texts
@@ -36,7 +38,15 @@ class StageHours:
     hours: float | None
     at_most: bool = False
     note: str = ""
-    """Why it is not known."""
+    """Why it is not known, or what it leaves out."""
+
+
+def shown(speeds: Throughput) -> dict[str, dict[str, Any]]:
+    """The speeds that a plan reckons with, for JSON."""
+    return {
+        kind: {"tokens_per_second": rate.tokens_per_second, "source": rate.source, "at_least": rate.at_least}
+        for kind, rate in speeds.rates.items()
+    }
 
 
 def token_weights(job: Job) -> float:
@@ -88,8 +98,12 @@ def plan_hours(
     """
     found = [_calibration(job, speeds, calibrated)]
     for side in ("baseline", "candidate"):
-        slower = 1.0 if side == "baseline" else speeds.slower.get(job.recipe.evaluate.weights, 1.0)
-        found.append(_evaluation(tasks, f"evaluation_{side}", speeds, slower))
+        held = job.recipe.evaluate.weights
+        slower = 1.0 if side == "baseline" else speeds.slower.get(held)
+        one = _evaluation(tasks, f"evaluation_{side}", speeds, slower or 1.0)
+        if slower is None and one.hours is not None and job.recipe.evaluate.backend == "hf":
+            one = replace(one, note=f"as the original takes: how much longer {held} weights take is not known here")
+        found.append(one)
     if training is not None:
         found.append(_training(training, speeds))
     return found
@@ -141,8 +155,9 @@ def _training(training: TrainingPlan, speeds: Throughput) -> StageHours:
 def measure(job: Job, tasks: Sequence[TaskTokens]) -> Throughput:
     """Runs a few passes of this recipe's own sizes on the device, with random weights, and measures them.
 
-    Scoring: the largest pass of the tasks, its prefix kept. Generating: texts at once as the tasks have, of prompts of
-    mean length. Calibrating: a batch of full length.
+    Scoring: the largest pass of the tasks, its prefix kept; on a CPU once more with the quantizers of a checkpoint
+    whose weights are folded, which may take as long as all else. Generating: texts at once as the tasks have, of
+    prompts of mean length. Calibrating: a batch of full length.
 
     Args:
         job: The recipe made ready, for a device of this machine.
@@ -159,12 +174,15 @@ def measure(job: Job, tasks: Sequence[TaskTokens]) -> Throughput:
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-untyped-call]
 
     model = opened(compute)
-    rates = {}
+    rates, slower = {}, {}
     shapes = [shape for task in tasks for shape in task.passes]
     shape = max(shapes, key=lambda one: (bool(one.scored), one.sequences * one.tokens), default=None)
     if shape is not None:
         scored = Shape(shape.sequences, shape.tokens, shape.prefix, max(1, shape.scored), shape.masked)
-        rates["scored"] = Rate(scored.sequences * scored.tokens / seconds_of_score(model, scored), _HERE)
+        seconds = seconds_of_score(model, scored)
+        rates["scored"] = Rate(scored.sequences * scored.tokens / seconds, _HERE)
+        if job.device.type == "cpu":
+            slower["folded"] = max(1.0, seconds_of_score(_folded(job, opened, compute), scored) / seconds)
     texts = max((task for task in tasks if task.slots), key=lambda one: one.generated or 0, default=None)
     if texts is not None:
         prompt = _PROMPT if texts.prompts is None or not texts.questions else texts.prompts // texts.questions
@@ -174,4 +192,10 @@ def measure(job: Job, tasks: Sequence[TaskTokens]) -> Throughput:
         model = opened(compute_dtype("auto", job.device, own))
     rows = Shape(spec.batch_size, spec.length, 0, 1)
     rates["calibrated"] = Rate(rows.sequences * rows.tokens / seconds_of_score(model, rows), _HERE)
-    return Throughput(rates)
+    return Throughput(rates, slower)
+
+
+def _folded(job: Job, opened: Callable[[torch.dtype], Any], compute: torch.dtype) -> Any:
+    """The model as the checkpoint read back computes on a CPU, with random weights."""
+    prepare(job.device)
+    return build(opened, job.config, job.plan, "folded", compute, device=str(job.device))

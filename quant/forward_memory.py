@@ -63,9 +63,14 @@ def weight_bytes(plan: Plan, state: State, dtype: torch.dtype) -> int:
 
 
 def build(
-    make_model: Callable[[torch.dtype], Any], config: dict[str, Any], plan: Plan, state: State, dtype: torch.dtype
+    make_model: Callable[[torch.dtype], Any],
+    config: dict[str, Any],
+    plan: Plan,
+    state: State,
+    dtype: torch.dtype,
+    device: str = "meta",
 ) -> Any:
-    """The model of a state on the meta device, with the quantizers that work in a forward pass.
+    """The model of a state, with the quantizers that work in a forward pass.
 
     A packed weight is dequantized when its layer runs, as in quant.packed: one tensor of its shape in `dtype`, which is
     gone when the layer has run.
@@ -76,11 +81,12 @@ def build(
         plan: Its plan.
         state: How the weights are held.
         dtype: The type to compute in.
+        device: Where it is; on another than meta it is one that can be timed.
     """
     from modelopt.torch.quantization.conversion import replace_quant_module, set_quantizer_by_cfg
     from modelopt.torch.quantization.nn import TensorQuantizer
 
-    with torch.device("meta"), quiet_upstream():
+    with torch.device(device), quiet_upstream():
         model = make_model(dtype).eval().requires_grad_(False)
         if state in ("original", "calibrating"):
             return model
@@ -92,7 +98,7 @@ def build(
                 if "weight_quantizer" in name:
                     module.disable()
                 elif not module.is_mx_format:
-                    module.amax = torch.ones((), device="meta")
+                    module.amax = torch.ones((), device=device)
         if state != "searching":
             share_inputs(model)
         for name, module in model.named_modules():

@@ -190,7 +190,8 @@ def open_exported(
                 built.fold()
             delattr(experts, stack.parameter)
             setattr(experts, stack.parameter, built)
-        stored = {name: checked(tensors, at) for name, at in places.kv_cache.items()}
+        # One view of a scale would keep the whole file mapped.
+        stored = {name: checked(tensors, at).clone() for name, at in places.kv_cache.items()}
     _use_eager_experts(model.config)
     share_inputs(model)
     if declared.kv_cache is not None:

@@ -26,6 +26,7 @@ from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.schema import ModelSpec
 from halfbyte.records.digests import file_digest, model_digest, model_files, read_ahead, value_digest
 from halfbyte.records.errors import UserError
+from halfbyte.records.files import read_json
 from halfbyte.records.record import ModelSummary
 from halfbyte.records.run import RunFolder
 
@@ -236,7 +237,17 @@ def require_same_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokeniz
 
 
 # What transformers raises for a configuration that makes no sense, or weights that are none.
-REFUSALS = (ValueError, TypeError, KeyError, OSError, RuntimeError, ArithmeticError, ImportError)
+REFUSALS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    ArithmeticError,
+    ImportError,
+    AssertionError,
+    AttributeError,
+)
 
 
 @contextmanager
@@ -270,6 +281,21 @@ def _causal_config(source: Source) -> PretrainedConfig:
     if masked:
         raise UserError(f"{source.folder} is a {masked[0]}, which is no causal language model", "give a causal LM")
     return config
+
+
+def left_to_defaults(source: Source) -> dict[str, Any]:
+    """What shapes a language model and its config.json does not say, so that transformers takes its class's default."""
+    if source.gguf_file:
+        return {}
+    said: Any = read_json(source.folder / "config.json")
+    said = said.get("text_config") or said
+    config: Any = _causal_config(source).get_text_config()
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    return {
+        name: getattr(config, name)
+        for name in names
+        if hasattr(config, name) and not {name, config.attribute_map.get(name, name)} & said.keys()
+    }
 
 
 def empty_model(source: Source, dtype: torch.dtype | None = None) -> tuple[PretrainedConfig, PreTrainedModel]:

@@ -12,8 +12,11 @@ from pydantic import Field
 from halfbyte.recipes.sources import Strict
 from halfbyte.records.errors import UserError, unknown_name
 
-KINDS = ("scored", "generated", "calibrated", "trained")
-"""Prompt tokens scored, tokens generated, tokens calibrated on, and tokens trained on."""
+_TEXT = ("scored", "generated", "calibrated", "trained")
+DRAWN = "drawn"
+KINDS = (*_TEXT, DRAWN)
+"""Prompt tokens scored, tokens generated, tokens calibrated on, and tokens trained on; of a model that draws, patches
+of the image and tokens of the prompt, once a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,9 @@ class Throughput:
 
     def over(self, other: Throughput) -> Throughput:
         """These speeds, and the other ones where these say nothing."""
-        if not self.rates:
-            return other
         included = self.prompts_included if "generated" in self.rates else other.prompts_included
-        return replace(other, rates={**other.rates, **self.rates}, prompts_included=included)
+        rates, slower = {**other.rates, **self.rates}, {**other.slower, **self.slower}
+        return replace(other, rates=rates, slower=slower, prompts_included=included)
 
 
 class _Measured(Strict):
@@ -61,6 +63,13 @@ class _Slower(Strict):
     source: str
 
 
+class _Drawing(Strict):
+    model: str
+    weights: int = Field(ge=1)
+    drawn: _Measured
+    slower: _Slower
+
+
 class _Profile(Strict):
     model: str
     weights: int = Field(ge=1)
@@ -69,6 +78,7 @@ class _Profile(Strict):
     calibrated: _Measured | None = None
     trained: _Measured | None = None
     slower: _Slower | None = None
+    drawing: _Drawing | None = None
 
 
 @cache
@@ -92,16 +102,34 @@ def measured_on(device: str, weights: float) -> Throughput:
     if profile is None:
         return Throughput()
     rates = {}
-    for kind in KINDS:
+    for kind in _TEXT:
         row: _Measured | None = getattr(profile, kind)
-        if row is None:
-            continue
-        ratio = min(1.0, profile.weights / weights)
-        scaled = "" if weights == profile.weights else f", scaled by {ratio:.3g}" if ratio < 1 else ""
-        source = f"reports/measured/{row.source}; {profile.model}{scaled}"
-        rates[kind] = Rate(row.tokens / row.seconds * ratio, source, at_least=weights < profile.weights)
+        if row is not None:
+            rates[kind] = _scaled(row, profile, weights)
     slower = {} if profile.slower is None else {"folded": profile.slower.folded, "packed": profile.slower.packed}
     return Throughput(rates, slower, prompts_included=True)
+
+
+def drawing_on(device: str, weights: float) -> Throughput:
+    """As measured_on, for a model that draws; `weights` are its transformer's. What was measured is a lower bound.
+
+    Args:
+        device: A name of recipes/facts.py.
+        weights: Of the transformer.
+    """
+    profile = _profiles().get(device)
+    if profile is None or profile.drawing is None:
+        return Throughput()
+    known = profile.drawing
+    rate = replace(_scaled(known.drawn, known, weights), at_least=True)
+    return Throughput({DRAWN: rate}, {"folded": known.slower.folded, "packed": known.slower.packed})
+
+
+def _scaled(row: _Measured, profile: _Profile | _Drawing, weights: float) -> Rate:
+    ratio = min(1.0, profile.weights / weights)
+    scaled = f", scaled by {ratio:.3g}" if ratio < 1 else ""
+    source = f"reports/measured/{row.source}; {profile.model}{scaled}"
+    return Rate(row.tokens / row.seconds * ratio, source, at_least=weights < profile.weights)
 
 
 def stated(text: str) -> Throughput:

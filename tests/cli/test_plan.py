@@ -80,6 +80,11 @@ def test_stated_speeds_give_hours_and_say_that_they_are_stated(
     assert found["hours"]["total"] > 2 * found["hours"]["evaluation_baseline"]
     assert found["throughput"]["scored"]["source"] == "stated by --throughput"
     assert found["hours_at_most"] == ["evaluation_baseline", "evaluation_candidate"]
+    assert "how much longer folded weights take is not known" in found["hours_notes"]["evaluation_candidate"]
+    scored = ["--measure", "--set", "evaluate.tasks=[{task: tiny_choice}]"]
+    measured = plan(capsys, str(recipe), "--device", "cpu", *scored)
+    assert measured["hours"]["evaluation_candidate"] >= measured["hours"]["evaluation_baseline"]
+    assert "evaluation_candidate" not in measured["hours_notes"]
 
 
 @pytest.mark.slow
@@ -125,6 +130,25 @@ def test_a_training_is_part_of_the_plan(
     assert found["peak_memory_bytes"]["fidelity"] > 0
 
 
+def test_what_a_configuration_leaves_to_defaults_is_said(recipe: Path, tmp_path: Path, capsys: Any) -> None:
+    from tiny import make_model
+
+    make_model("llama").config.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    asked = [str(recipe), "--device", "cpu", "--set", "model.id=model"]
+    assert plan(capsys, *asked)["assumed"] == {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    del content["vocab_size"]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert plan(capsys, *asked)["assumed"] == {"vocab_size": 32000}
+    assert main(["plan", *asked, "--quiet"]) == 0
+    assert "assumed      vocab_size 32000: config.json does not say it" in capsys.readouterr().out
+    for wrong in ({"vocab_size": 0, "pad_token_id": 0}, {"dtype": "float7"}):
+        path.write_text(json.dumps({**content, **wrong}), encoding="utf-8")
+        assert main(["plan", *asked, "--quiet"]) == 2
+        assert "transformers cannot open" in capsys.readouterr().err
+
+
 def test_a_model_of_experts_is_planned_from_its_configuration(
     recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -154,6 +178,19 @@ def test_a_pipeline_is_planned_from_its_configurations(tmp_path: Path, capsys: p
     assert found["peak_memory_bytes"].keys() >= STAGES
     assert found["checkpoint_bytes"] == pytest.approx(whole["checkpoint_bytes"], rel=0.2)  # small files beside weights
     assert found["images"] == whole["images"] > 0
+    assert set(found["hours"].values()) == {None}
+    said = plan(capsys, str(path), "--device", "cpu", "--throughput", "drawn=10")
+    hours, tokens = said["hours"], 2 * (64 + 16)  # two steps of 8 x 8 patches and 16 tokens of a prompt
+    assert hours["evaluation_baseline"] == pytest.approx(found["images"] * tokens / 10 / 3600)
+    assert hours["calibration"] == pytest.approx(len(PROMPTS) * tokens / 10 / 3600)
+    assert hours["total"] == pytest.approx(2 * hours["evaluation_baseline"] + hours["calibration"])
+    assert "how much longer" in said["hours_notes"]["evaluation_candidate"]
+    measured = plan(capsys, str(path), "--device", "h200")
+    assert measured["hours"]["evaluation_candidate"] > 1.5 * measured["hours"]["evaluation_baseline"] > 0
+    assert measured["throughput"]["drawn"]["source"].startswith("reports/measured/")
+    assert set(measured["hours_at_most"]) == {"calibration", "evaluation_baseline", "evaluation_candidate"}
+    assert main(["plan", str(path), "--device", "cpu", "--measure", "--quiet"]) == 2
+    assert "--throughput drawn=N" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stored import write
-from tiny import FORMATS, make_model, quantize_both, spec
+from tiny import FORMATS, export, make_model, quantize_both, spec
 
 from halfbyte.quant.checkpoint import quant_format, shard_files
 from halfbyte.quant.load import load
@@ -65,6 +67,18 @@ def test_unusual_families_answer_as_in_memory(family: str, preset: str, tmp_path
         tmp_path / "model", tiny_tokenizer, tmp_path / "out", spec(preset), torch.bfloat16, INPUTS
     )
     assert torch.equal(memory, read)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="the system does not list what a process maps")
+def test_folded_weights_keep_no_file_mapped(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """In a process of its own, in which frames of the first imports outlive the call, with the scales of a KV cache."""
+    folder = export("llama", spec("nvfp4", "fp8"), tiny_tokenizer, tmp_path)
+    code = (
+        "import sys; from halfbyte.quant.load import load_as_it_is; model = load_as_it_is(sys.argv[1], device='cpu');"
+        " print(sum(sys.argv[1] in line for line in open('/proc/self/maps')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

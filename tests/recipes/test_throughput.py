@@ -8,7 +8,7 @@ import pytest
 
 from halfbyte.recipes.benchmarks import benchmarks
 from halfbyte.recipes.facts import MEMORY_GB
-from halfbyte.recipes.throughput import Rate, Throughput, _profiles, measured_on, stated
+from halfbyte.recipes.throughput import Rate, Throughput, _profiles, drawing_on, measured_on, stated
 from halfbyte.records.errors import UserError
 
 MEASURED = Path(__file__).parents[2] / "reports" / "measured"
@@ -18,7 +18,8 @@ def test_each_measured_speed_names_a_report_that_is_there() -> None:
     assert _profiles().keys() <= MEMORY_GB.keys()
     for name, profile in _profiles().items():
         rows = [profile.scored, profile.generated, profile.calibrated, profile.trained, profile.slower]
-        known = [row for row in rows if row is not None]
+        drawing = [] if profile.drawing is None else [profile.drawing.drawn, profile.drawing.slower]
+        known = [row for row in (*rows, *drawing) if row is not None]
         assert known, name
         for row in known:
             assert (MEASURED / row.source.partition(",")[0]).is_dir(), row.source
@@ -35,6 +36,15 @@ def test_a_larger_model_is_slower_by_its_weights_and_a_smaller_one_no_slower() -
 
 def test_a_device_that_was_not_measured_has_no_speed() -> None:
     assert measured_on("B300", 1e9) == Throughput()
+
+
+def test_an_image_of_flux_takes_what_was_measured() -> None:
+    found = drawing_on("H200", 11_901_408_320)
+    assert 30 * (4096 + 512) / found.rates["drawn"].tokens_per_second == pytest.approx(5.75)
+    assert found.rates["drawn"].at_least  # a neighbour was on the GPU
+    assert found.slower == {"folded": 1.85, "packed": 2.0}
+    assert "scaled by 0.5" in drawing_on("H200", 2 * 11_901_408_320).rates["drawn"].source
+    assert drawing_on("B300", 1e9) == Throughput()
 
 
 def test_stated_speeds_stand_before_measured_ones() -> None:
