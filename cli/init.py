@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -61,7 +62,9 @@ def _require_file(path: Path) -> None:
 
 
 def _require_free(path: Path) -> None:
-    if path.exists():
+    with disk_full_is_a_user_error(path):
+        there = os.path.lexists(path) or path.exists()  # a link to nothing too; and a name may be too long to look for
+    if there:
         raise UserError(f"{path} is there already, and is not replaced", "choose another --output, or delete it")
 
 

@@ -238,21 +238,14 @@ def require_same_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokeniz
 
 # What transformers raises for a configuration that makes no sense, or weights that are none.
 REFUSALS = (
-    ValueError,
-    TypeError,
-    KeyError,
-    OSError,
-    RuntimeError,
-    ArithmeticError,
-    ImportError,
-    AssertionError,
+    ValueError, TypeError, LookupError, OSError, RuntimeError, ArithmeticError, ImportError, AssertionError,
     AttributeError,
-)
+)  # fmt: skip
 
 
 @contextmanager
-def _opening(folder: Path) -> Iterator[None]:
-    """Turns what transformers says about a folder it cannot open into a UserError."""
+def _opening(source: Source) -> Iterator[None]:
+    """Turns what transformers says about a model it cannot open into a UserError."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
@@ -260,9 +253,8 @@ def _opening(folder: Path) -> Iterator[None]:
         with quiet_upstream():
             yield
     except (*REFUSALS, StrictDataclassError, SafetensorError) as error:
-        raise UserError(
-            f"transformers cannot open {folder}: {' '.join(str(error).split())[:300]}", _way_out(error)
-        ) from error
+        opened, said = source.folder / (source.gguf_file or ""), " ".join(str(error).split())[:300]
+        raise UserError(f"transformers cannot open {opened}: {said}", _way_out(error)) from error
 
 
 def _way_out(error: Exception) -> str | None:
@@ -275,7 +267,7 @@ def _causal_config(source: Source) -> PretrainedConfig:
     from transformers import AutoConfig
 
     options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    with _opening(source.folder):
+    with _opening(source):
         config: PretrainedConfig = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **options)
     masked = [name for name in config.architectures or () if name.endswith("ForMaskedLM")]
     if masked:
@@ -307,7 +299,7 @@ def empty_model(source: Source, dtype: torch.dtype | None = None) -> tuple[Pretr
     from transformers import AutoModelForCausalLM
 
     config = _causal_config(source)
-    with _opening(source.folder), torch.device("meta"):
+    with _opening(source), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     return config, model
 
@@ -336,7 +328,7 @@ def open_original(
     options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     if device.type == "cuda" and source.gguf_file is None:
         options["device_map"] = {"": device}  # each tensor goes there as it is read, and not all through host memory
-    with _opening(source.folder):
+    with _opening(source):
         opened: Any = AutoModelForCausalLM.from_pretrained(
             source.folder,
             dtype=compute,

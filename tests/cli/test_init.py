@@ -83,6 +83,16 @@ def test_nothing_is_replaced(here: Path, tiny_model_folder: Path, capsys: pytest
     assert "ends in .yaml" in capsys.readouterr().err
 
 
+def test_a_link_to_nothing_is_not_replaced_and_a_name_too_long_is_refused(
+    here: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "link.yaml").symlink_to(here / "nowhere" / "recipe.yaml")
+    assert main(["init", str(tiny_model_folder), "--output", "link.yaml"]) == 2
+    assert "link.yaml is there already" in capsys.readouterr().err
+    assert main(["init", str(tiny_model_folder), "--output", f"{'a' * 300}.yaml"]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
 def test_a_model_without_a_template_calibrates_on_plain_texts(
     here: Path, tokenizer_factory: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
