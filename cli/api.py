@@ -83,8 +83,13 @@ def quantize(
     """
     from halfbyte.quant import produce
     from halfbyte.recipes.find import load_recipe
+    from halfbyte.recipes.schema import Recipe
     from halfbyte.stages import make_in_folder
 
+    if not isinstance(recipe, str | Path | Recipe):
+        raise UserError(f"{recipe!r} is no recipe", "give a name, the path of a .yaml file, or what load_recipe gave")
+    if isinstance(overrides, str):
+        raise UserError(f"overrides is the text {overrides!r}", f"give a list: overrides=[{overrides!r}]")
     if isinstance(recipe, str | Path):
         recipe = load_recipe(str(recipe), overrides)
     elif overrides:
@@ -161,9 +166,16 @@ def evaluate(
             changed or is not from `load`, and an `output` that holds other records.
     """
     from halfbyte.recipes.find import load_evaluation
+    from halfbyte.recipes.schema import TaskSpec
     from halfbyte.sides import evaluate_into
 
     several = [tasks] if not isinstance(tasks, Sequence) or isinstance(tasks, str) else tasks
+    strange = [one for one in several if not isinstance(one, str | TaskSpec)]
+    if strange:
+        raise UserError(f"{strange[0]!r} is no task", "give names, or task blocks: recipes.schema.TaskSpec")
+    taken = sorted({"tasks", "include_path"} & (settings or {}).keys())
+    if taken:
+        raise UserError(f"settings has {taken[0]}, which is an argument of its own", f"give {taken[0]}=...")
     if not several:
         raise UserError("no task to evaluate was named", "give lm-eval tasks, or halfbyte's: smoke, math_500, ...")
     named = {"num_fewshot": num_fewshot, "limit": limit}
@@ -226,6 +238,8 @@ def gate(
     Raises:
         UserError: when the two are not comparable, or the policy is unknown or does not apply to what was evaluated.
     """
+    if policy is None:
+        raise UserError("a verdict needs a policy", "`halfbyte policies` lists them; compare gives figures without one")
     verdict = compare(baseline, candidate, policy=policy).verdict
     assert verdict is not None, "a comparison with a policy has a verdict"
     return verdict

@@ -176,6 +176,17 @@ def test_a_mistake_is_a_user_error(tmp_path: Path, tiny_model_folder: Path, llam
         halfbyte.gate(tmp_path / "nothing", tmp_path / "nothing")
     with pytest.raises(UserError, match="unknown policy 'relaese'"):
         halfbyte.gate(tmp_path / "nothing", tmp_path / "nothing", policy="relaese")
+    strange: Any = [None, 7]
+    with pytest.raises(UserError, match="None is no task"):
+        halfbyte.evaluate(tiny_model_folder, strange, tmp_path / "out")
+    with pytest.raises(UserError, match="settings has tasks"):
+        halfbyte.evaluate(tiny_model_folder, "smoke", tmp_path / "out", settings={"tasks": [{"task": "gsm8k"}]})
+    with pytest.raises(UserError, match="7 is no recipe"):
+        halfbyte.quantize(strange[1], tmp_path / "out")
+    with pytest.raises(UserError, match="overrides is the text"):
+        halfbyte.quantize("demo-fp8", tmp_path / "out", overrides="model.id=x")
+    with pytest.raises(UserError, match="a verdict needs a policy"):
+        halfbyte.gate(tmp_path, tmp_path, policy=strange[0])
     recipe = load_recipe(str(write_recipe(tmp_path / "recipes", tiny_model_folder)))
     with pytest.raises(UserError, match="overrides"):
         halfbyte.quantize(recipe, tmp_path / "out", overrides=["name=x"])
