@@ -1,6 +1,7 @@
 """Measures what QAD wins back of what NVFP4 took from the small Flux, with several seeds of training.
 
-On a GPU, in some minutes; the result is in OUT/report.md and OUT/result.json, and the same command goes on:
+On a GPU, in some minutes; after each seed the result is in OUT/report.md and OUT/result.json, and the same command
+goes on:
 
     python tests/small_flux/qad.py OUT
 
@@ -21,6 +22,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,15 +86,15 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of the recipes")
     args = parser.parse_args()
-    result = measure(args.out, args.model, args.seeds, args.prompts, args.device, args.set)
-    write_json(args.out / "result.json", result)
-    write_text(args.out / "report.md", report(result))
-    print(report(result))
+    for result in measure(args.out, args.model, args.seeds, args.prompts, args.device, args.set):
+        write_json(args.out / "result.json", result)
+        write_text(args.out / "report.md", report(result))
+        print(report(result), flush=True)
 
 
 def measure(
     out: Path, model: Path, seeds: list[int], count: int, device: str | None = None, overrides: list[str] | None = None
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """Makes the checkpoints below `out` and measures them.
 
     Args:
@@ -103,8 +105,8 @@ def measure(
         device: None for a GPU where there is one.
         overrides: Of the recipes, as for --set; those of train are for QAD alone.
 
-    Returns:
-        What result.json holds.
+    Yields:
+        What result.json holds, after each seed.
     """
     began = time.monotonic()
     changes = [f"model.id={model}", *(overrides or [])]
@@ -138,18 +140,17 @@ def measure(
         del transformer
         gc.collect()
         print(f"{time.monotonic() - began:.0f} s: {rows[-1]}", flush=True)
-    train = jobs[f"NVFP4 QAD, seed {seeds[0]}"].recipe.train
-    assert train is not None
-    return {
-        "rows": [asdict(row) for row in rows],
-        "recovered": [asdict(recovered(rows[0], rows[2], row)) for row in rows[3:]],
-        "prompts": count,
-        "steps": spec.steps,
-        "train": train.model_dump(mode="json", exclude={"seed"}),
-        "seconds": round(time.monotonic() - began),
-        "packages": package_versions(),
-        "hardware": hardware(),
-    }
+        if one.recipe.train is not None:
+            yield {
+                "rows": [asdict(row) for row in rows],
+                "recovered": [asdict(recovered(rows[0], rows[2], row)) for row in rows[3:]],
+                "prompts": count,
+                "steps": spec.steps,
+                "train": one.recipe.train.model_dump(mode="json", exclude={"seed"}),
+                "seconds": round(time.monotonic() - began),
+                "packages": package_versions(),
+                "hardware": hardware(),
+            }
 
 
 @torch.no_grad()
