@@ -167,7 +167,7 @@ def _require_exported(model: nn.Module, layers: Sequence[Layer], keep: Sequence[
     """
     from modelopt.torch.export.registry import ExportModuleRegistry
 
-    chosen = [layer for layer in layers if layer.format and layer.kind != "Expert"]
+    chosen = [layer for layer in layers if layer.format and not layer.of_experts]
     left = [layer for layer in chosen if ExportModuleRegistry.match(model.get_submodule(layer.name)) is None]
     if left:
         raise UserError(
