@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from halfbyte.records.errors import UserError
+from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.noise import load_noise
 from halfbyte.records.record import load_record
-from halfbyte.reports.metrics import definition
+from halfbyte.reports.gate import refuse_set_metrics
+from halfbyte.reports.pairing import Pairs, pair_all
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.verdict import PERPLEXITY
 from halfbyte.reports.waivers import refuse_unknown_tasks
@@ -40,28 +41,58 @@ def require_tasks_of(policy: Policy, tasks: Sequence[str], *, fidelity: bool) ->
         )
 
 
+def refuse_unknown_bounds(policy: Policy, folders: Iterable[Path]) -> None:
+    """Bounds of a metric that no record has are a misspelling, and the metric that was meant has none.
+
+    Args:
+        policy: The policy.
+        folders: Those of all records of one side.
+
+    Raises:
+        UserError: naming the metrics that are there.
+    """
+    if not policy.bounds:
+        return
+    known = sorted({figure.metric for folder in folders for figure in load_record(folder).metrics})
+    for metric in policy.bounds:
+        if metric not in known:
+            wrong = unknown_name("metric", metric, known)
+            raise UserError(
+                f"policy '{policy.name}' says the bounds of {metric}, which no task was evaluated by",
+                f"correct `bounds` in the policy; {wrong.hint}",
+            )
+
+
 def require_margins(policy: Policy, baseline: Sequence[Path]) -> None:
-    """Refuses a policy that lacks a margin for what a baseline was evaluated on, before its candidate is made.
+    """Refuses a policy that could not judge what a baseline was evaluated on, before its candidate is made.
+
+    The baseline is paired with itself, so that what would be in the way of a comparison is found as well.
 
     Args:
         policy: The recipe's.
         baseline: The folders of the baseline's records, one a task.
 
     Raises:
-        UserError: for a metric without a margin, and for a noise floor that was not measured.
+        UserError: for a metric without a margin, for one of the whole set that the policy decides on, for values out of
+            the bounds that the policy declares, and for a noise floor that was not measured.
     """
-    for folder in baseline:
-        record = load_record(folder)
-        if not policy.decides(record.task):
-            continue
-        metric, filter_name = record.primary
-        higher = next(m.higher_is_better for m in record.metrics if (m.metric, m.filter) == (metric, filter_name))
-        known = definition(metric, higher)
-        if policy.ratio is None and not known.of_set:
-            policy.margin_of(record.task, metric, known.bounds)
-        if policy.noise_floor is not None and load_noise(folder) is None:
-            raise UserError(
-                f"policy '{policy.name}' takes the noise floor for its margin, and the baseline was evaluated once on "
-                f"{record.task}",
-                "evaluate it twice: --repeat-baseline",
-            )
+    refuse_unknown_bounds(policy, baseline)
+    found = {
+        folder: pair_all(folder, folder, policy.allow, policy.allow_unknown, bounds=policy.bounds)
+        for folder in baseline
+    }
+    every = [one for row in found.values() for one in row]
+    rows = [one.row for one in every if isinstance(one, Pairs)]
+    refuse_set_metrics([figure for one in every for figure in one.set_metrics], rows, policy)
+    for folder, row in found.items():
+        for one in row:
+            if not isinstance(one, Pairs) or not policy.decides(one.row):
+                continue
+            if policy.ratio is None:
+                policy.margin_of(one.row, one.metric, one.bounds)
+            if policy.noise_floor is not None and load_noise(folder) is None:
+                raise UserError(
+                    f"policy '{policy.name}' takes the noise floor for its margin, and the baseline was evaluated once "
+                    f"on {one.row}",
+                    "evaluate it twice: --repeat-baseline",
+                )

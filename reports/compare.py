@@ -19,6 +19,7 @@ from halfbyte.records.fidelity import FidelityRecord
 from halfbyte.records.manifest import now
 from halfbyte.records.noise import load_noise
 from halfbyte.records.record import EvaluationRecord, Health, ModelSummary, find_records, is_of_images
+from halfbyte.reports.applies import refuse_unknown_bounds
 from halfbyte.reports.bootstrap import ratio_interval, recovery
 from halfbyte.reports.comparison import Comparison, Cost, FidelityResult, Flip, NoiseFloor, SubtaskResult, TaskResult
 from halfbyte.reports.differences import short
@@ -67,8 +68,11 @@ def compare(
     """
     ours, theirs = record_folders(baseline), record_folders(candidate)
     allow, unknown = (policy.allow, policy.allow_unknown) if policy else ((), ())
+    bounds = policy.bounds if policy else None
     common = _common_tasks(ours, theirs, tasks)
-    matched = [one for task in common for one in pair_all(ours[task], theirs[task], allow, unknown)]
+    if policy is not None:
+        refuse_unknown_bounds(policy, ours.values())
+    matched = [one for task in common for one in pair_all(ours[task], theirs[task], allow, unknown, bounds=bounds)]
     single = list({one.baseline.task: one for one in matched}.values())
     pairs = [one for one in matched if isinstance(one, Pairs)]
     first = _one_model([one.baseline for one in matched], "baseline")

@@ -14,6 +14,7 @@ from halfbyte.records.record import IMAGES_OUTPUT, Fingerprint, Health, MemoryKi
 from halfbyte.records.training import TrainingRecord, TrainingStep, ValidationStep
 from halfbyte.reports import figures
 from halfbyte.reports.loss import PairedLoss
+from halfbyte.reports.metrics import Bounds
 from halfbyte.reports.pictures import Pictures
 from halfbyte.reports.policy import Policy, Waiver
 from halfbyte.reports.statistics import Interval
@@ -107,8 +108,8 @@ class TaskResult(_Strict):
     metric: str
     filter: str
     higher_is_better: bool
-    bounds: tuple[float, float] | None
-    """Smallest and largest value of one question by the metric's definition; None where it has none."""
+    bounds: Bounds | None
+    """Smallest and largest value of one question, by the metric's definition or the policy's; None where not known."""
     samples: int
     """Texts drawn for each question."""
     result: PairedLoss

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from halfbyte.records.errors import UserError
 from halfbyte.records.image_metrics import IMAGE_METRICS
 from halfbyte.records.record import Health
@@ -10,9 +12,11 @@ from halfbyte.reports.comparison import (
     Comparison,
     FidelityResult,
     Judgement,
+    SetMetric,
     TaskResult,
     Word,
 )
+from halfbyte.reports.metrics import Bounds, definition
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.power import Spread, fewest_questions, questions_to_settle, samples_needed
 from halfbyte.reports.statistics import NOISE, Interval, holm, wilson_interval
@@ -43,10 +47,10 @@ def judge(comparison: Comparison, policy: Policy) -> Comparison:
         UserError: when both sides are one model, and when the policy does not apply: a limit it does not allow,
             primary tasks that were not evaluated or have one figure for the whole set, a metric without a margin,
             perplexity without a fidelity record, a noise floor without a second baseline, waivers of tasks that are not
-            there, or intervals made for another error.
+            there, or intervals made for another error or other bounds.
     """
     _refuse_what_does_not_apply(comparison, policy)
-    refuse_set_metrics(comparison, policy)
+    refuse_set_metrics(comparison.set_metrics, [row.task for row in comparison.tasks], policy)
     better = _better_beyond_chance(comparison, policy)
     tasks = []
     for row in comparison.tasks:
@@ -120,6 +124,11 @@ def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
                     f"{alpha:g}",
                     "compare again with this policy",
                 )
+        if definition(row.metric, row.higher_is_better, policy.bounds).bounds != row.bounds:
+            raise UserError(
+                f"the comparison was made for other bounds of {row.metric} than policy '{policy.name}' has",
+                "compare again with this policy",
+            )
         if policy.noise_floor is not None and policy.decides(row.task) and row.noise is None:
             raise UserError(
                 f"policy '{policy.name}' takes the noise floor for its margin, and the baseline was evaluated once on "
@@ -133,13 +142,18 @@ def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
         )
 
 
-def refuse_set_metrics(comparison: Comparison, policy: Policy) -> None:
+def refuse_set_metrics(set_metrics: Sequence[SetMetric], rows: Sequence[str], policy: Policy) -> None:
     """Raises a UserError where the policy decides on figures that nothing can be proven of.
 
     Where it names one, as a primary task or with a margin, it asks for what cannot be had; under `primary: all` such
     figures are shown and do not decide, unless nothing else would.
+
+    Args:
+        set_metrics: The figures.
+        rows: The names of what has values of its own; see TaskResult.task.
+        policy: The policy.
     """
-    for one in comparison.set_metrics:
+    for one in set_metrics:
         named = policy.primary != "all" and one.main and one.task in policy.primary
         if named or one.metric in policy.margins or (one.main and one.task in policy.margins):
             raise UserError(
@@ -148,9 +162,9 @@ def refuse_set_metrics(comparison: Comparison, policy: Policy) -> None:
                 "take a metric that has a value a question (evaluate.tasks.N.metric), and leave this one out of the "
                 "policy: it is shown all the same",
             )
-    decided = policy.perplexity_margin is not None or any(policy.decides(row.task) for row in comparison.tasks)
-    if comparison.set_metrics and not decided:
-        names = ", ".join(f"{one.metric} of {one.task}" for one in comparison.set_metrics)
+    decided = policy.perplexity_margin is not None or any(policy.decides(row) for row in rows)
+    if set_metrics and not decided:
+        names = ", ".join(f"{one.metric} of {one.task}" for one in set_metrics)
         raise UserError(
             f"policy '{policy.name}' has nothing to decide on: {names}, of which no question has a value",
             "evaluate a task whose questions have values; `halfbyte compare` shows these figures",
@@ -254,7 +268,7 @@ def _by_rule(row: TaskResult, policy: Policy, margin: float) -> tuple[Word, str 
             return "anomaly", _TOO_GOOD
         return "inconclusive", "the candidate may be better than its baseline by more than the bounds allow"
     word = word_of(result.interval, result.wide, margin)
-    if row.higher_is_better and row.bounds == (0, 1) and word != "fail" and _above_chance(row, policy.alpha) <= margin:
+    if row.bounds is not None and word != "fail" and _room(row, row.bounds, policy.alpha) <= margin:
         return "inconclusive", AT_THE_FLOOR
     if word == "pass" and row.bounds is not None:
         fewest = fewest_questions(margin, policy.alpha, row.bounds[1] - row.bounds[0])
@@ -327,17 +341,20 @@ def _more_samples(row: TaskResult, margin: float, alpha: float) -> int | None:
     return needed if needed is not None and needed > row.samples else None
 
 
-def _above_chance(row: TaskResult, alpha: float) -> float:
-    """How much a baseline can lose before it answers at random.
+def _room(row: TaskResult, bounds: Bounds, alpha: float) -> float:
+    """How much a baseline can lose before it answers at random, or all its questions are worth the least they can be.
 
-    A lower bound (Wilson's, with each question counted once), since a baseline may be above chance by luck.
+    A lower bound (Wilson's, with each question counted once: no values between the bounds spread farther), since a
+    baseline may be above chance by luck.
     """
     parts = row.settings.subtasks.values()
     chance = sum((part.chance or 0.0) * part.questions for part in parts) / sum(part.questions for part in parts)
     if not row.metric.startswith("acc"):
         chance = 0.0
-    right = round(row.result.baseline * row.result.questions)
-    return wilson_interval(right, row.result.questions, alpha).low - chance
+    low, high = bounds
+    kept = row.result.baseline - low if row.higher_is_better else high - row.result.baseline
+    right = round(kept / (high - low) * row.result.questions)
+    return (high - low) * wilson_interval(right, row.result.questions, alpha).low - chance
 
 
 def _judge_perplexity(fidelity: FidelityResult, policy: Policy) -> Judgement | None:

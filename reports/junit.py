@@ -41,6 +41,8 @@ def junit(comparisons: Sequence[Comparison]) -> str:
                 f"loss {figures.figure(row.result.loss)}, interval {figures.interval(row.result.interval)}, "
                 f"margin {figures.figure(row.judgement.margin)}"
             )
+            if row.metric in one.policy.bounds and row.bounds is not None:
+                text += f", by the policy between {row.bounds[0]:g} and {row.bounds[1]:g}"
             _case(suite, label, row.task, row.judgement, text)
         for missing, reason in missing_rows(one, one.policy).items():
             case = ElementTree.SubElement(suite, "testcase", classname=_legal(label), name=_legal(missing))

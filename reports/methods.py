@@ -187,13 +187,14 @@ def _fidelity_gain(ptq: Comparison, trained: Comparison) -> FidelityGain | None:
 def _gains(trained: Comparison, before: Folders, after: Folders) -> list[Gain]:
     policy = trained.policy
     allow, unknown = (policy.allow, policy.allow_unknown) if policy else ((), ())
+    bounds = policy.bounds if policy else None
     alpha = policy.alpha if policy else ALPHA
     ours, theirs = record_folders(before), record_folders(after)
     rows = []
     for task in dict.fromkeys(row.settings.task for row in trained.tasks):
         if task not in ours:
             raise UserError(f"PTQ has no record of {task}, and the trained candidate has", "evaluate it there too")
-        found = pair_all(ours[task], theirs[task], allow, unknown)
+        found = pair_all(ours[task], theirs[task], allow, unknown, bounds=bounds)
         rows += [(pairs, _gain(pairs, alpha)) for pairs in found if isinstance(pairs, Pairs)]
     known = [gain.p for _, gain in rows if gain.p is not None]
     adjusted = iter(holm(known).tolist() if known else [])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from halfbyte.records.errors import UserError
 from halfbyte.records.image_metrics import IMAGE_METRICS, ImageMetric
 from halfbyte.records.record import EvaluationRecord
 
-SHARE = (0.0, 1.0)
-SHARE_NAMES = "acc, exact_match or correct"
-"""What a metric of a user's own may be called, so that a question's value is known to lie between 0 and 1."""
+Bounds = tuple[float, float]
+"""The smallest and the largest value of one question."""
+SHARE: Bounds = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Definition:
     """One metric."""
 
     higher_is_better: bool
-    bounds: tuple[float, float] | None
+    bounds: Bounds | None
     """Smallest and largest value of one question; None where there is none, or it is not known."""
     crosses_zero: bool = False
     """Whether a ratio of two scores says nothing."""
@@ -28,6 +30,8 @@ class Definition:
     range: tuple[float | None, float | None] = (None, None)
     """What no value of one question can lie outside of, where that is more than bounds say: values come nowhere near
     the ends, so that nothing can be proven by them."""
+    declared: bool = False
+    """Whether a policy says the bounds, and not the definition."""
 
     def refuse(self, value: float) -> str | None:
         """Why a question cannot have this value; None where it can."""
@@ -70,19 +74,42 @@ KNOWN: dict[str, Definition] = {
 _OF_SAMPLES = re.compile(r"(pass|maj|avg|cov|majority|mean)[@_](k|\d+)(:\d+)?")
 
 
-def definition(metric: str, recorded_direction: bool) -> Definition:
+def refuse_bounds(metric: str, bounds: Bounds) -> str | None:
+    """Why a policy cannot say that a question's value lies between two numbers; None where it can."""
+    low, high = bounds
+    if not (math.isfinite(low) and math.isfinite(high) and math.isfinite(high - low)):
+        return f"{low:g} and {high:g} are no two finite numbers"
+    if low >= high:
+        return f"the lowest value of a question comes first, and {low:g} is not below {high:g}"
+    known = _known(metric)
+    if known is None or (known.bounds is None and known.range == (None, None)):
+        return None
+    ends = zip(("at least", "at most"), known.bounds or known.range, strict=True)
+    limits = [f"{word} {end:g}" for word, end in ends if end is not None]
+    return f"by its definition {metric} is {' and '.join(limits)}"
+
+
+def bounds_of(metric: str, declared: Mapping[str, Bounds]) -> Bounds | None:
+    """Those of a metric by its name, or those that a policy declares; None where there are none, or not known."""
+    known = _known(metric)
+    return declared.get(metric) if known is None or known.bounds is None else known.bounds
+
+
+def definition(metric: str, recorded_direction: bool, declared: Mapping[str, Bounds] | None = None) -> Definition:
     """The definition of a metric by its name; one that is not known here has the direction of its task's definition.
 
     Args:
         metric: The name in the record, such as acc, exact_match or pass@1.
         recorded_direction: What the task's definition says: whether higher is better.
+        declared: The bounds that a policy gives metrics which have none by their definition.
 
     Raises:
         UserError: when the record contradicts the definition.
     """
-    found = _SHARE if _OF_SAMPLES.fullmatch(metric) else KNOWN.get(metric)
-    if found is None:
-        return Definition(recorded_direction, None)
+    found = _known(metric) or Definition(recorded_direction, None)
+    said = (declared or {}).get(metric)
+    if found.bounds is None and said is not None:
+        found = replace(found, bounds=said, declared=True)
     if found.higher_is_better != recorded_direction:
         words = {True: "higher", False: "lower"}
         raise UserError(
@@ -91,6 +118,10 @@ def definition(metric: str, recorded_direction: bool) -> Definition:
             "correct higher_is_better in the task's definition and evaluate again",
         )
     return found
+
+
+def _known(metric: str) -> Definition | None:
+    return _SHARE if _OF_SAMPLES.fullmatch(metric) else KNOWN.get(metric)
 
 
 def judged_metrics(record: EvaluationRecord) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from halfbyte.reports.differences import (
     other_question,
     short,
 )
-from halfbyte.reports.metrics import definition, judged_metrics
+from halfbyte.reports.metrics import Bounds, definition, judged_metrics
 from halfbyte.reports.set_metrics import has_values, is_mean, set_metrics
 from halfbyte.reports.statistics import Array
 
@@ -62,8 +62,8 @@ class Matched:
 class Pairs(Matched):
     """The same with the primary metric's value of each question; all rows are in one order."""
 
-    bounds: tuple[float, float] | None
-    """Of one question's value, by the metric's definition."""
+    bounds: Bounds | None
+    """Of one question's value, by the metric's definition or as declared."""
     keys: list[Key]
     """(subtask, filter, doc_id) of each question, sorted."""
     baseline_values: Array
@@ -80,7 +80,12 @@ class Pairs(Matched):
 
 
 def pair_all(
-    baseline: Path, candidate: Path, allow: Collection[str] = (), allow_unknown: Collection[str] = ()
+    baseline: Path,
+    candidate: Path,
+    allow: Collection[str] = (),
+    allow_unknown: Collection[str] = (),
+    *,
+    bounds: Mapping[str, Bounds] | None = None,
 ) -> list[Matched]:
     """`pair` for each metric that is judged: the primary one of a text task, and of images all that need no reference.
 
@@ -91,8 +96,8 @@ def pair_all(
     names = judged_metrics(first) if is_of_images(first) else []
     names = [name for name in names if name in judged_metrics(second)]
     if not names:
-        return [pair(baseline, candidate, allow, allow_unknown)]
-    return [pair(baseline, candidate, allow, allow_unknown, metric=name) for name in names]
+        return [pair(baseline, candidate, allow, allow_unknown, bounds=bounds)]
+    return [pair(baseline, candidate, allow, allow_unknown, metric=name, bounds=bounds) for name in names]
 
 
 def pair(
@@ -102,6 +107,7 @@ def pair(
     allow_unknown: Collection[str] = (),
     *,
     metric: str | None = None,
+    bounds: Mapping[str, Bounds] | None = None,
 ) -> Matched:
     """Pairs the questions of two record folders of one task.
 
@@ -113,10 +119,12 @@ def pair(
         allow: Settings in which the two may differ.
         allow_unknown: Settings that a server need not tell.
         metric: The metric to compare; by default the records' primary one.
+        bounds: Those that a policy declares, by metric.
 
     Raises:
         Incomparable: a UserError with every setting side by side, or with the first differing question as a diff.
-        UserError: when questions are missing, extra or there twice, and when a value is missing, NaN or infinite.
+        UserError: when questions are missing, extra or there twice, and when a value is missing, NaN, infinite or out
+            of bounds.
     """
     first, second = load_record(baseline), load_record(candidate)
     for folder in (baseline, candidate):
@@ -168,7 +176,7 @@ def pair(
         higher_is_better=higher,
         allowed=allowed,
         set_metrics=whole(None),
-        bounds=_bounds(metric, higher, values, baseline, candidate),
+        bounds=_bounds(sides, metric, higher, values, bounds),
         keys=keys,
         baseline_values=values[0],
         candidate_values=values[1],
@@ -256,16 +264,24 @@ def _primary(record: EvaluationRecord, folder: Path) -> tuple[str, str, bool]:
 
 
 def _bounds(
-    metric: str, higher: bool, values: tuple[Array, Array], baseline: Path, candidate: Path
-) -> tuple[float, float] | None:
-    known = definition(metric, higher)
-    for folder, row in zip((baseline, candidate), values, strict=True):
-        for value in (float(row.min()), float(row.max())):
-            if (limits := known.refuse(value)) is not None:
-                raise UserError(
-                    f"{metric} of a question in {folder} is {value:g}, and by its definition it is {limits}",
-                    "correct the task's metric and evaluate again",
-                )
+    sides: list[tuple[EvaluationRecord, Path, list[Line]]],
+    metric: str,
+    higher: bool,
+    values: tuple[Array, Array],
+    declared: Mapping[str, Bounds] | None,
+) -> Bounds | None:
+    known = definition(metric, higher, declared)
+    for (_, folder, lines), row in zip(sides, values, strict=True):
+        for place in (int(row.argmin()), int(row.argmax())):
+            if (limits := known.refuse(float(row[place]))) is None:
+                continue
+            says = "the policy says that it is" if known.declared else "by its definition it is"
+            raise UserError(
+                f"{metric} of {_name(lines[place].key)} in {folder} is {row[place]:g}, and {says} {limits}",
+                f"correct the metric and evaluate again, or correct `bounds: {{{metric}: ...}}` in the policy"
+                if known.declared
+                else "correct the task's metric and evaluate again",
+            )
     return known.bounds
 
 

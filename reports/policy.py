@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from halfbyte.records.errors import UserError, unknown_name
-from halfbyte.reports.metrics import SHARE, SHARE_NAMES
+from halfbyte.reports.metrics import SHARE, Bounds, refuse_bounds
 
 Allowed = Literal[
     "chat_template", "system_prompt", "bos_per_prompt", "max_length", "backend", "engine", "dtype", "seeds", "prompts",
@@ -65,6 +65,9 @@ class Policy(BaseModel):
     """Largest tolerable loss of a metric that is a share between 0 and 1; 0.01 is one point."""
     margins: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Other margins, by task or by metric, in the metric's own units."""
+    bounds: dict[str, Bounds] = Field(default_factory=dict)
+    """Lowest and highest value of one question, by metric, for metrics of a user's own, as `right_order: [0, 1]`; a
+    value outside is refused. Without them nothing is proven where no question changes."""
     noise_floor: float | None = Field(default=None, ge=1)
     """A margin is widened to what two evaluations of the baseline itself differ by, to at most so many times itself,
     since few noisy questions differ by a lot and are no reason to tolerate as much; None where it stays as it is."""
@@ -98,9 +101,12 @@ class Policy(BaseModel):
             raise ValueError(f"rule {self.rule} needs a margin")
         if self.length_ratio is not None and not 0 < self.length_ratio[0] <= 1 <= self.length_ratio[1]:
             raise ValueError("the bounds of length_ratio must lie around 1")
+        for metric, bounds in self.bounds.items():
+            if (reason := refuse_bounds(metric, bounds)) is not None:
+                raise ValueError(f"bounds of {metric}: {reason}")
         return self
 
-    def margin_of(self, task: str, metric: str, bounds: tuple[float, float] | None) -> float:
+    def margin_of(self, task: str, metric: str, bounds: Bounds | None) -> float:
         """The largest tolerable loss of a task, in its metric's own units.
 
         Raises:
@@ -120,7 +126,11 @@ class Policy(BaseModel):
         raise UserError(
             f"policy '{self.name}' has no margin for {metric} of {task}, which {scale}",
             f"name one in the policy: margins: {{{metric}: ...}}, in units of {metric}"
-            + (f"; or call it {SHARE_NAMES} if no question is worth less than 0 or more than 1" * (bounds is None)),
+            + (
+                f"; if no question is worth less than 0 or more than 1, say so as well: bounds: {{{metric}: [0, 1]}}"
+                if bounds is None and refuse_bounds(metric, SHARE) is None
+                else ""
+            ),
         )
 
     def decides(self, task: str) -> bool:

@@ -295,10 +295,24 @@ def how_to_read(comparison: Comparison) -> str:
         return text + (
             f". Under policy '{policy.name}' a task passes when its recovery is at least {100 * policy.ratio:g}%, "
             "whatever its interval, and fails when chance does not explain that it is not."
+            + declared_bounds(comparison)
         )
     proven = figures.level(1 - policy.fail_alpha)
     both = " and the lower end above the negative margin" if policy.rule == "two-sided" else ""
     return text + (
         f": a task passes when the upper end is below the margin{both}, and fails when its loss is above the margin "
-        f"with {proven} confidence."
+        f"with {proven} confidence." + declared_bounds(comparison)
     )
+
+
+def declared_bounds(comparison: Comparison) -> str:
+    """What the policy says that questions are worth, which margins and intervals rest on; empty where it says nothing.
+
+    With a blank in front, for the end of a paragraph.
+    """
+    policy = comparison.policy
+    said = {} if policy is None else {row.metric: row.bounds for row in comparison.tasks if row.metric in policy.bounds}
+    names = ", ".join(
+        f"{metric} between {bounds[0]:g} and {bounds[1]:g}" for metric, bounds in said.items() if bounds is not None
+    )
+    return "" if policy is None or not names else f" By policy '{policy.name}' a question has {names}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import EXIT_CODES, Comparison, FidelityResult, Judgement, TaskResult, Verdict, Word
-from halfbyte.reports.metrics import SHARE_NAMES
+from halfbyte.reports.metrics import SHARE, refuse_bounds
 from halfbyte.reports.policy import Policy
 from halfbyte.reports.waivers import waiver_of
 
@@ -158,11 +158,11 @@ def _say_reason(seen: str, row: TaskResult, judgement: Judgement) -> tuple[str, 
 
 
 def _without_spread(row: TaskResult) -> str:
-    if row.bounds is not None:
+    if row.bounds is not None or refuse_bounds(row.metric, SHARE) is not None:
         return "Evaluate on more questions, or on a task whose questions have 0/1 outcomes."
     return (
-        "Evaluate on more questions; or, if no question is worth less than 0 or more than 1, call the metric "
-        f"{SHARE_NAMES} in the task, so that its bounds are known, and evaluate both sides again."
+        "Evaluate on more questions; or, if it is known what a question is worth at least and at most, say so in the "
+        f"policy, as `bounds: {{{row.metric}: [0, 1]}}`, and judge the same records again."
     )
 
 

@@ -49,10 +49,44 @@ def test_a_metric_of_ones_own_without_a_margin_is_refused_where_it_decides(tmp_p
     own = write_record(tmp_path / "own", [1.0, 0.0] * 20, task="orders", metric="right_order")
     with pytest.raises(UserError, match="no margin for right_order of orders") as refused:
         require_margins(policy(margin=0.02), [known, own])
-    assert "exact_match" in str(refused.value.hint)
+    assert "bounds: {right_order: [0, 1]}" in str(refused.value.hint)
+    require_margins(policy(margin=0.02, bounds={"right_order": [0, 1]}), [known, own])
     require_margins(policy(margin=0.02, primary=["refunds"]), [known, own])
     require_margins(policy(margin=0.02, margins={"right_order": 0.05}), [known, own])
     require_margins(policy(rule="ratio", ratio=0.99), [known, own])
+
+
+def test_a_metric_of_the_whole_set_that_decides_is_refused_before_the_candidate_is_made(tmp_path: Path) -> None:
+    known = write_record(tmp_path / "known", [1, 0] * 20, task="refunds")
+    answers = write_record(
+        tmp_path / "own", [0] * 40, task="answers", metric="word_perplexity", higher_is_better=False, reported=18.5,
+        edit=lambda lines: [line | {"word_perplexity": [-120.5, 31]} for line in lines],
+    )  # fmt: skip
+    of_set = "decides on word_perplexity of answers, which is one figure for the whole set"
+    with pytest.raises(UserError, match=of_set):
+        require_margins(policy(margin=0.02, primary=["refunds", "answers"]), [known, answers])
+    with pytest.raises(UserError, match=of_set):
+        require_margins(policy(margin=0.02, margins={"word_perplexity": 0.5}), [known, answers])
+    with pytest.raises(UserError, match="has nothing to decide on: word_perplexity of answers"):
+        require_margins(policy(margin=0.02), [answers])
+    require_margins(policy(margin=0.02, primary=["refunds"]), [known, answers])
+    require_margins(policy(margin=0.02), [known, answers])
+
+
+def test_the_mean_of_a_corpus_metrics_questions_needs_a_margin_like_others(tmp_path: Path) -> None:
+    own = write_record(tmp_path / "own", [12.5, 40.0] * 20, task="letters", metric="bleu")
+    with pytest.raises(UserError, match="no margin for bleu of letters"):
+        require_margins(policy(margin=0.02), [own])
+    require_margins(policy(margins={"bleu": 2}), [own])
+
+
+def test_bounds_that_the_baseline_does_not_keep_are_refused_before_the_candidate_is_made(tmp_path: Path) -> None:
+    own = write_record(tmp_path / "own", [1.0, 0.0, 1.5] * 20, task="orders", metric="right_order")
+    with pytest.raises(UserError, match=r"right_order of question 2 of orders in .* is 1\.5, and the policy says"):
+        require_margins(policy(margin=0.02, bounds={"right_order": [0, 1]}), [own])
+    with pytest.raises(UserError, match="says the bounds of right_oder, which no task was evaluated by") as refused:
+        require_margins(policy(margin=0.02, bounds={"right_oder": [0, 1]}), [own])
+    assert "did you mean 'right_order'" in str(refused.value.hint)
 
 
 def test_a_noise_floor_that_was_not_measured_is_asked_for(tmp_path: Path) -> None:

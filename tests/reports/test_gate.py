@@ -177,7 +177,7 @@ def test_values_without_spread_are_inconclusive_and_say_why(tmp_path: Path) -> N
     assert verdict(found) == ("inconclusive", 3)
     assert found.verdict is not None
     assert "no spread" in found.verdict.sentence
-    assert "call the metric acc, exact_match or correct" in found.verdict.next_step
+    assert "say so in the policy, as `bounds: {reward: [0, 1]}`" in found.verdict.next_step
 
 
 def test_a_model_is_compared_with_itself_for_the_noise_floor_and_not_judged(tmp_path: Path) -> None:
