@@ -136,7 +136,7 @@ def _plan_of(
         "hours": {one.stage: one.hours for one in hours} | {"total": sum(known) if len(known) == len(hours) else None},
         "hours_at_most": [one.stage for one in hours if one.at_most],
         "hours_notes": {one.stage: one.note for one in hours if one.note},
-        "power": _power(tasks, policy),
+        **_power(tasks, policy),
     }
     lines = [
         f"assumed      {name} {value}: config.json does not say it, and transformers takes this"
@@ -150,11 +150,29 @@ def _profile(name: str) -> str:
     return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
-def _power(tasks: list[TaskTokens], policy: Policy) -> list[dict[str, Any]]:
-    from halfbyte.reports.plan import PlannedTask, plan
+def _power(tasks: list[TaskTokens], policy: Policy) -> dict[str, Any]:
+    """What the policy will be able to see of each task, and of those it cannot the reason."""
+    from halfbyte.recipes.benchmarks import benchmarks
+    from halfbyte.reports.plan import PlannedTask, not_planned, one_metric, plan
 
-    known = [PlannedTask(one.task, one.questions, one.samples) for one in tasks if one.questions and one.outcomes]
-    return [asdict(row) for row in plan(known, policy)]
+    published = benchmarks().tasks
+    known: list[PlannedTask] = []
+    notes: dict[str, str] = {}
+    for one in tasks:
+        if not one.questions or not one.outcomes:
+            continue
+        metric = one_metric(one.metrics, policy) if one.metrics else None
+        if metric is None and one.metrics and one.task not in published:
+            names = ", ".join(one.metrics)
+            notes[one.task] = f"its metrics differ ({names}): name the one that decides, evaluate.tasks.N.metric"
+            continue
+        task = PlannedTask(one.task, one.questions, one.samples, metric)
+        reason = not_planned(task, policy)
+        if reason is None:
+            known.append(task)
+        else:
+            notes[one.task] = reason
+    return {"power": [asdict(row) for row in plan(known, policy)], "power_notes": notes}
 
 
 def _text(plan: dict[str, Any], head: str, policy: Policy) -> str:
@@ -168,7 +186,9 @@ def _text(plan: dict[str, Any], head: str, policy: Policy) -> str:
     rows = [Outlook(**row) for row in plan["power"] if row["flips"] in _RATES]
     if rows:
         table = plan_table(rows, policy)
-        parts += ["", table.title, aligned(table), "", wrapped(how_to_read_plan(policy))]
+        parts += ["", table.title, aligned(table), "", wrapped(how_to_read_plan(policy, rows))]
+    if plan["power_notes"]:
+        parts += ["", *(wrapped(f"no power of {task}: {why}") for task, why in plan["power_notes"].items())]
     return "\n".join(parts) + "\n"
 
 

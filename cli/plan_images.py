@@ -82,6 +82,7 @@ def plan_images(
         "hours_at_most": most,
         "hours_notes": hours_notes,
         "power": [],
+        "power_notes": {},
     }
     drawn = f"images       {count} on each side, {spec.size[0]} x {spec.size[1]} pixels, {spec.steps} steps"
     return content, f"{told(job, training)}\n{drawn}"

@@ -36,6 +36,8 @@ class TaskTokens:
     """Tokens of the longest prompt."""
     outcomes: bool = True
     """Whether each question is right or wrong."""
+    metrics: tuple[str, ...] = ()
+    """What the task may be judged by; none where that is not known."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -88,6 +90,7 @@ def _counted(
         slot_tokens=plan.slot_tokens,
         longest=plan.longest,
         outcomes=plan.outcomes,
+        metrics=plan.metrics,
     )
 
 
@@ -132,4 +135,5 @@ def stated_tokens(spec: TaskSpec, settings: EvaluateSpec, reason: str, device: s
         slot_tokens=slot_tokens,
         longest=None if count is None else count.longest,
         outcomes=True,
+        metrics=() if spec.metric is None else (spec.metric.partition(",")[0],),
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from dataclasses import asdict
 
 from halfbyte.records.errors import UserError
 from halfbyte.records.files import dumps
+
+logger = logging.getLogger(__name__)
 
 
 def run(args: Namespace) -> int:
@@ -25,9 +28,11 @@ def run(args: Namespace) -> int:
         raise UserError(f"{len(args.records)} record folders are no pair", "give BASELINE and CANDIDATE")
     else:
         baseline, candidate = args.records
-        rows = plan.measured_plan(compare_folders(baseline, candidate, None, few_flips=True), policy)
+        rows, left_out = plan.measured_plan(compare_folders(baseline, candidate, None, few_flips=True), policy)
+        for task, reason in left_out.items():
+            logger.warning("%s is left out: %s", task, reason)
     if args.json:
         print(dumps([asdict(row) for row in rows]), end="")
     else:
-        print(f"{aligned(plan.plan_table(rows, policy))}\n\n{wrapped(plan.how_to_read_plan(policy))}")
+        print(f"{aligned(plan.plan_table(rows, policy))}\n\n{wrapped(plan.how_to_read_plan(policy, rows))}")
     return 0

@@ -54,6 +54,8 @@ class TaskPlan:
     """The largest forward passes over prompts."""
     outcomes: bool = True
     """Whether a question is right or wrong, or has several samples that are; not a perplexity."""
+    metrics: tuple[str, ...] = ()
+    """What the task may be judged by: the metric that is named, else all it has."""
     slots: int = 0
     """Texts generated at once."""
     slot_tokens: int = 0
@@ -116,6 +118,7 @@ def plan_task(
         seconds=_seconds(lm, expected, known),
         passes=tuple(largest(backend.shapes)),
         outcomes=not any(task.OUTPUT_TYPE == "loglikelihood_rolling" for task in questions.tasks.values()),
+        metrics=questions.metrics(),
         slots=lm.slots,
         slot_tokens=lm.slot_tokens,
     )

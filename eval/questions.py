@@ -102,6 +102,12 @@ class Questions:
             self.ask(_Silent(lm))
         return [instance for task in self.tasks.values() for instance in task.instances]
 
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics that the task may be judged by: the one that is named, else all it has."""
+        if self.spec.metric is not None:
+            return (self.spec.metric.partition(",")[0],)
+        return tuple(dict.fromkeys(str(metric) for task in self.tasks.values() for metric in task.aggregation()))
+
     def _require_metric(self) -> None:
         known = {
             f"{metric},{entry.name}"

@@ -76,19 +76,21 @@ def chance_to_pass(
     return float(special.ndtr((room * math.sqrt(questions) - z_quantile(alpha) * assumed) / deviation))
 
 
-def detectable_loss(deviation: float, questions: float, alpha: float = ALPHA, power: float = POWER) -> float:
+def detectable_loss(
+    deviation: float, questions: float, alpha: float = ALPHA, power: float = POWER, width: float = 1.0
+) -> float:
     """The minimum detectable loss: the smallest true loss that so many questions prove with probability `power`.
 
     It is also the smallest margin that a candidate which lost nothing passes with that probability. Never below the
     upper end of the interval without flips.
     """
     z, more = z_quantile(alpha), float(special.ndtri(power)) * deviation
-    low, high = 0.0, 1.0
+    low, high = 0.0, width
     for _ in range(60):
         middle = (low + high) / 2
-        seen = middle * math.sqrt(questions) >= z * null_deviation(0.0, deviation, middle) + more
+        seen = middle * math.sqrt(questions) >= z * null_deviation(0.0, deviation, middle, width) + more
         low, high = (low, middle) if seen else (middle, high)
-    return high + 0.5 / questions
+    return high + 0.5 * width / questions
 
 
 def questions_needed(
@@ -199,14 +201,20 @@ def spread(baseline: ArrayLike, candidate: ArrayLike, samples: int) -> Spread:
 
 
 def samples_needed(
-    found: Spread, questions: int, distance: float, margin: float, alpha: float = ALPHA, power: float = POWER
+    found: Spread,
+    questions: int,
+    distance: float,
+    margin: float,
+    alpha: float = ALPHA,
+    power: float = POWER,
+    width: float = 1.0,
 ) -> int | None:
     """How many samples of each of these questions would settle it; None when only more questions would."""
-    if not distance > 0 or questions < fewest_questions(margin, alpha):
+    if not distance > 0 or questions < fewest_questions(margin, alpha, width):
         return None
 
     def enough(samples: int) -> bool:
-        return chance_to_pass(margin - distance, found.deviation(samples), questions, margin, alpha) >= power
+        return chance_to_pass(margin - distance, found.deviation(samples), questions, margin, alpha, width) >= power
 
     high = 1
     while not enough(high):
