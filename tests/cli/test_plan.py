@@ -12,6 +12,7 @@ import pytest
 import yaml
 from killed import write_tiny_tasks
 from line import write_recipe
+from own_task import ORDERS, write_orders
 from training import write_training
 
 from halfbyte.main import main
@@ -58,6 +59,31 @@ def test_a_folder_with_a_configuration_and_a_tokenizer_is_enough(
     assert found["tokens"]["tiny_generate"]["generated"] > 0
     assert set(found["hours"].values()) == {None}
     assert {row["task"] for row in found["power"]} == {"tiny_choice", "tiny_generate"}
+
+
+def test_a_metric_of_ones_own_is_planned_within_its_bounds_or_said_to_have_none(
+    tmp_path: Path, tiny_model_folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not cache.exists()
+    own = {"include_path": str(write_orders(tmp_path / "own")), "tasks": [{"task": "orders"}]}
+    policy = {"name": "ours", "description": "Ours.", "release_evidence": False, "margins": {"worth": 0.4}}
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump(policy), encoding="utf-8")
+    made = write_recipe(tmp_path / "r", tiny_model_folder, evaluate=own, gate={"policy": str(tmp_path / "ours.yaml")})
+    asked = [str(made), "--device", "cpu"]
+    found = plan(capsys, *asked)
+    assert found["power"] == []
+    assert "its metrics differ (worth, distinct): name the one that decides" in found["power_notes"]["orders"]
+    asked += ["--set", "evaluate.tasks.0.metric=worth"]
+    found = plan(capsys, *asked)
+    assert "the bounds of worth are not known; say them in the policy" in found["power_notes"]["orders"]
+    assert main(["plan", *asked, "--quiet"]) == 0
+    assert "no power of orders: the bounds of worth are not known" in capsys.readouterr().out
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump(policy | {"bounds": {"worth": [0, 2]}}), encoding="utf-8")
+    found = plan(capsys, *asked)
+    assert found["power_notes"] == {}
+    assert {(row["metric"], *row["bounds"], row["questions"]) for row in found["power"]} == {("worth", 0, 2, ORDERS)}
+    assert main(["plan", *asked, "--quiet"]) == 0
+    assert "A question of orders/worth is worth 0 to 2" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_size_is_that_of_the_checkpoint_to_the_byte(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
