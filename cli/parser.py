@@ -317,7 +317,9 @@ def _add_power(commands: Commands) -> None:
     parser.add_argument(
         "--policy", required=True, metavar="NAME_OR_FILE", help="what may be lost: a shipped name or a file"
     )
-    parser.add_argument("--tasks", metavar="A,B", help="known tasks, or name=questions, with xSAMPLES a question")
+    parser.add_argument(
+        "--tasks", metavar="A,B", help="known tasks, or name[/metric]=questions, with xSAMPLES a question"
+    )
 
 
 def _add_table(commands: Commands) -> None:

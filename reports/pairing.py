@@ -275,12 +275,15 @@ def _bounds(
         for place in (int(row.argmin()), int(row.argmax())):
             if (limits := known.refuse(float(row[place]))) is None:
                 continue
-            says = "the policy says that it is" if known.declared else "by its definition it is"
+            where = f"{metric} of {_name(lines[place].key)} in {folder}"
+            if known.declared:
+                raise UserError(
+                    f"{where} is {row[place]:g}, and the policy says that it is {limits}",
+                    f"correct the metric and evaluate again, or correct `bounds: {{{metric}: ...}}` in the policy",
+                )
             raise UserError(
-                f"{metric} of {_name(lines[place].key)} in {folder} is {row[place]:g}, and {says} {limits}",
-                f"correct the metric and evaluate again, or correct `bounds: {{{metric}: ...}}` in the policy"
-                if known.declared
-                else "correct the task's metric and evaluate again",
+                f"{where} is {row[place]:g}, and by its definition it is {limits}",
+                "correct the task's metric and evaluate again",
             )
     return known.bounds
 
