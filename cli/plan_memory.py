@@ -15,8 +15,8 @@ from halfbyte.eval.passes import Shape, begin, largest, score
 from halfbyte.eval.scorer import BUDGETS
 from halfbyte.plan_tokens import TaskTokens
 from halfbyte.quant.calibration_memory import calibration_memory
-from halfbyte.quant.checkpoint import torch_dtype
-from halfbyte.quant.forward_memory import State, counting, weight_bytes
+from halfbyte.quant.checkpoint import plain_dtype, torch_dtype
+from halfbyte.quant.forward_memory import State, counting, loading_bytes, weight_bytes
 from halfbyte.quant.models import compute_dtype, empty_model
 from halfbyte.quant.training_memory import Unpredictable
 
@@ -29,6 +29,7 @@ _SOME = Shape(1, 16, 0)
 _FIDELITY = 25
 """Bytes of a logit while two distributions are compared: log p, log q, p, their difference, product and choice in
 float32, and a mask."""
+_LOADING = "while it is loaded, with the pages of its files, which the system takes back when it is short of memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,12 @@ def plan_memory(
 ) -> list[StageMemory]:
     """The peak of each stage on its device, with what the process itself takes on a CPU.
 
-    - calibration: see quant.calibration_memory.
-    - evaluation, of the original and of the checkpoint folded and packed: its weights (forward_memory.weight_bytes),
-      and the most of: the largest pass that scores; the largest pass over prompts of texts that are generated, with the
-      keys and values of all texts at once beside it, each with room for the longest. On a GPU these get at most three
-      quarters of what the weights leave. On a CPU packed weights are views of the mapped file, of which the pages of
-      what is not quantized stay as well after they were converted to another type.
+    - calibration: see quant.calibration_memory; on a CPU at least what loading takes, see forward_memory.loading_bytes.
+    - evaluation, from when it is loaded, of the original and of the checkpoint folded and packed: its weights
+      (forward_memory.weight_bytes), and the most of: the largest pass that scores; the largest pass over prompts of
+      texts that are generated, with the keys and values of all texts at once beside it, each with room for the longest.
+      On a GPU these get at most three quarters of what the weights leave. On a CPU packed weights are views of the
+      mapped file, of which the pages of what is not quantized stay as well after they were converted to another type.
     - fidelity: the candidate's logits of a window and the baseline's, with the baseline's output embedding where it is
       kept on disk, and `_FIDELITY` bytes for each logit of a slice.
     - training: see quant.training_memory; loading and calibrating take no more than calibration.
@@ -109,7 +110,11 @@ def _calibration(job: Job, own: torch.dtype, compute: torch.dtype) -> StageMemor
     except Unpredictable as error:
         weights = weight_bytes(job.plan, "original", compute)
         return StageMemory("calibration", weights, None, f"not predicted: {error}")
-    return StageMemory("calibration", memory.weights, memory.total)
+    if job.device.type != "cpu" or job.source.gguf_file is not None:
+        return StageMemory("calibration", memory.weights, memory.total)
+    loading = memory.weights + loading_bytes(job.plan, torch_dtype(plain_dtype(job.source.folder)), compute)
+    note = _LOADING if loading > memory.total else ""
+    return StageMemory("calibration", memory.weights, max(memory.total, loading), note)
 
 
 def _evaluation(

@@ -47,8 +47,8 @@ def calibration_memory(
     - exporting: the largest weight in the checkpoint's type, before the float32 one is let go of; then, when all are in
       that type, `_PACKING` for each value of such a tensor.
 
-    What LAPACK and cuSOLVER take inside is not known and not counted. Loading holds no more than the weights and, on a
-    CPU, the pages of the files that are being read.
+    What LAPACK and cuSOLVER take inside is not known and not counted. Loading is not part of it: it holds no more than
+    the weights and, on a CPU, what forward_memory.loading_bytes says.
 
     Args:
         make_model: See forward_memory.build.

@@ -62,6 +62,28 @@ def weight_bytes(plan: Plan, state: State, dtype: torch.dtype) -> int:
     return whole + sum(layer.rank * sum(layer.shape) * dtype.itemsize for layer in plan.quantized)
 
 
+def loading_bytes(plan: Plan, stored: torch.dtype, compute: torch.dtype) -> int:
+    """What loading an original on a CPU takes at most beside its weights.
+
+    That is the pages of its mapped safetensors files, all of which were read when the last tensor is: weights that are
+    not converted are these pages. Where each expert's linears are stored alone and joined into one tensor of a layer,
+    the parts of one such tensor are still there when it is made, and nothing of them is a part of the file any more.
+
+    Args:
+        plan: Of any quantization of the model.
+        stored: The type of its files.
+        compute: The type it computes in.
+    """
+    joined: dict[tuple[str, bool], int] = {}
+    for layer in plan.layers:
+        if layer.kind == "Expert":
+            key = layer.owner, layer.name.endswith(("gate_proj", "up_proj"))
+            joined[key] = joined.get(key, 0) + layer.weights
+    if stored == compute:
+        return sum(joined.values()) * stored.itemsize
+    return plan.weights * stored.itemsize + max(joined.values(), default=0) * compute.itemsize
+
+
 def build(
     make_model: Callable[[torch.dtype], Any],
     config: dict[str, Any],

@@ -17,6 +17,7 @@ from halfbyte.quant import checkpoint as ck
 from halfbyte.quant.attach import attach_kv_cache, prepare
 from halfbyte.quant.build import Builder, Weights, checked, require_fitting, transposes
 from halfbyte.quant.checkpoint import QuantFormat, Tensors
+from halfbyte.quant.host_memory import given_back
 from halfbyte.quant.load_transformer import load_transformer
 from halfbyte.quant.models import (
     Source,
@@ -140,6 +141,7 @@ def _as_it_is(name: str) -> ModelSpec:
     return ModelSpec(id=name, dtype=own)
 
 
+@given_back()
 def open_exported(
     source: Source,
     declared: QuantFormat,

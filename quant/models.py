@@ -22,6 +22,7 @@ from halfbyte.quant.checkpoint import (
     summarize,
     torch_dtype,
 )
+from halfbyte.quant.host_memory import given_back
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.schema import ModelSpec
 from halfbyte.records.digests import file_digest, model_digest, model_files, read_ahead, value_digest
@@ -304,6 +305,7 @@ def empty_model(source: Source, dtype: torch.dtype | None = None) -> tuple[Pretr
     return config, model
 
 
+@given_back()
 def open_original(
     source: Source, *, weights: torch.dtype, compute: torch.dtype, device: torch.device
 ) -> PreTrainedModel:

@@ -18,6 +18,16 @@ from training import write_training
 from halfbyte.main import main
 
 CONFIGS = Path(__file__).parents[1] / "public_configs"
+_MEASURED = """
+import sys
+import torch
+from halfbyte.eval.memory import DevicePeak
+from halfbyte.main import main
+
+watched = DevicePeak(torch.device("cpu"))
+assert main(sys.argv[1:]) == 0
+print(watched.bytes())
+"""
 STAGES = {"calibration", "evaluation_baseline", "evaluation_folded", "evaluation_packed"}
 
 
@@ -287,7 +297,9 @@ def test_smollm2_is_as_large_and_takes_as_much_as_its_plan_says(
     size = plan(capsys, str(path), "--device", "cpu", "--set", configured)["checkpoint_bytes"]
     common = ["--device", "cpu", "--data-root", str(data_root), "--quiet"]
     found = json.loads(halfbyte("plan", str(path), *common, "--json"))
-    halfbyte("quantize", str(path), *common, "--output", str(tmp_path / "run"))
+    quantize = [sys.executable, "-c", _MEASURED, "quantize", str(path), *common, "--output", str(tmp_path / "run")]
+    taken = int(subprocess.run(quantize, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    assert found["peak_memory_bytes"]["calibration"] == pytest.approx(taken, rel=0.10)
     (file,) = (tmp_path / "run" / "checkpoint").glob("*.safetensors")
     with file.open("rb") as content_of:
         header = int.from_bytes(content_of.read(8), "little")
