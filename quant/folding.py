@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from typing import Any
@@ -130,8 +131,11 @@ def dry_run(model: Any) -> None:
             module.forward = lambda hidden, *_, **__: hidden
     tokens = torch.ones([1, 2], dtype=torch.long, device="meta")
     mask = torch.zeros([1, 1, 2, 2], device="meta")  # one of four dimensions is taken as it is, without a look inside
+    options = {}
+    if "position_ids" in inspect.signature(model.forward).parameters:  # which OPT would count from the mask otherwise
+        options["position_ids"] = torch.arange(2, device="meta")[None]
     with torch.no_grad():
-        model(tokens, attention_mask=mask, use_cache=False)
+        model(tokens, attention_mask=mask, use_cache=False, **options)
 
 
 def input_shapes(model: nn.Module, quantizers: list[nn.Module]) -> list[tuple[int, ...]]:

@@ -36,6 +36,20 @@ def test_the_predicted_size_is_the_size(
     assert plan.tensor_bytes == len(content) - header
 
 
+@pytest.mark.parametrize(("preset", "kv_cache"), [("NVFP4_AWQ_LITE_CFG", None), ("nvfp4", "nvfp4_affine")])
+def test_a_model_that_counts_positions_from_the_mask_is_planned(
+    preset: str, kv_cache: str | None, tmp_path: Path
+) -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    shape: dict[str, Any] = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_hidden_layers": 2}
+    model: Any = OPTForCausalLM(OPTConfig(**shape, num_attention_heads=4, vocab_size=384))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    plan = _plan(tmp_path, spec(preset, kv_cache))
+    assert plan.quantized
+    assert plan.kv_layers == (2 if kv_cache else 0)
+
+
 def test_the_plan_names_what_is_kept(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     plan = _plan(tmp_path, spec("nvfp4", "fp8"))
