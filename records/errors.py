@@ -95,6 +95,9 @@ def disk_full_is_a_user_error(path: Path) -> Iterator[None]:
             ) from error
         if isinstance(error, OSError) and error.errno in _UNWRITABLE and _concerns(error, path):
             raise UserError(f"cannot write {path}: {error.strerror}", _elsewhere(path)) from error
+        if isinstance(error, FileNotFoundError) and _takes_nothing(error, path):
+            above = Path(error.filename).parent
+            raise UserError(f"cannot write {path}: nothing can be made in {above}", _elsewhere(path)) from error
         raise
 
 
@@ -115,3 +118,11 @@ def _concerns(error: OSError, path: Path) -> bool:
     """Whether an error is about `path`, something beside or below it, or a folder above it."""
     name = str(error.filename or path)
     return str(path).startswith(name) or name.startswith(str(path.parent))
+
+
+def _takes_nothing(error: FileNotFoundError, path: Path) -> bool:
+    """Whether `path`, what is written in its place or a folder above it was not found when it was made, as in /proc."""
+    if not error.filename or error.filename2:  # a file that went away before it was renamed is no such place
+        return False
+    place = Path(error.filename)
+    return (path.is_relative_to(place) or place.parent == path.parent) and place.parent.is_dir()

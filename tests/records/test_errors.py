@@ -21,6 +21,19 @@ def test_a_place_below_a_file_is_named(tmp_path: Path) -> None:
         write_text(tmp_path / "file" / "report.md", "text")
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a folder in which nothing can be made")
+def test_a_place_where_the_system_makes_nothing_is_named() -> None:
+    for path in (Path("/proc/mine/recipe.yaml"), Path("/proc/mine")):
+        with pytest.raises(UserError, match=rf"cannot write {path}: nothing can be made in /proc"):
+            write_text(path, "text")
+
+
+def test_a_file_that_went_away_stays_an_error(tmp_path: Path) -> None:
+    for gone in (tmp_path / "output" / "kept.json", tmp_path / "gone" / "kept.json"):
+        with pytest.raises(FileNotFoundError), disk_full_is_a_user_error(tmp_path / "output"):
+            gone.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_says_that_finished_stages_are_kept(number: int, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no space left.*stages are kept"), disk_full_is_a_user_error(tmp_path):
