@@ -51,11 +51,13 @@ def run(args: Namespace) -> int:
 
 
 def _overlays(published: Published, folder: Path) -> list[tuple[str, PublishedTable]]:
-    """The table with what a folder holds of it, by the name of what was measured."""
-    from halfbyte.reports.comparison import load_comparisons
+    """The table with what a folder holds of it, by the name of what was measured; the file in it may be named too."""
+    from halfbyte.reports.comparison import COMPARISON_FILE, load_comparisons
     from halfbyte.reports.memory import beside_memory, is_of_memory, read_memory
     from halfbyte.reports.published import beside
 
+    if folder.name in (COMPARISON_FILE, MEMORY_FILE) and folder.is_file():
+        folder = folder.parent
     if not is_of_memory(published):
         return [(one.label, beside(published, one)) for one in load_comparisons(folder)]
     record = read_memory(folder)

@@ -136,13 +136,15 @@ def stated(text: str) -> Throughput:
     """Speeds as the command line has them: scored=9600,generated=2700.
 
     Raises:
-        UserError: for an unknown kind, or what is no number above zero.
+        UserError: for an unknown kind, one named twice, or what is no number above zero.
     """
     rates = {}
     for part in filter(None, (one.strip() for one in text.split(","))):
         kind, _, number = part.partition("=")
         if kind not in KINDS:
             raise unknown_name("kind of throughput", kind, KINDS)
+        if kind in rates:
+            raise UserError(f"--throughput names {kind} twice", "name each kind once")
         try:
             value = float(number)
         except ValueError:

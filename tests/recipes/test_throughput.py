@@ -61,7 +61,13 @@ def test_speeds_of_another_engine_are_not_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("skored=5", "did you mean 'scored'"), ("scored=0", "names no tokens"), (" , ", "no speed")]
+    ("text", "said"),
+    [
+        ("skored=5", "did you mean 'scored'"),
+        ("scored=0", "names no tokens"),
+        (" , ", "no speed"),
+        ("scored=5,scored=6", "names scored twice"),
+    ],
 )
 def test_what_is_no_speed_is_refused(text: str, said: str) -> None:
     with pytest.raises(UserError) as caught:

@@ -199,6 +199,9 @@ def test_the_command_lists_prints_and_overlays(
     shown = capsys.readouterr().out
     assert "seen: secondary, confidence high" in shown
     assert "-1.70" in shown
+    file = tmp_path / "report" / "comparison.json"
+    assert main(["table", "march-2025-table-1", "--with", str(file)]) == 0
+    assert capsys.readouterr().out == shown
     assert main(["table", "march-2025-table-1", "--with", str(tmp_path)]) == 2
     assert "holds no comparison.json" in capsys.readouterr().err
     assert main(["table", "blog1_table1", "--json"]) == 2
