@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import datasets
+import lm_eval.api.metrics
 import lm_eval.api.task
 import lm_eval.evaluator
 import lm_eval.models.huggingface
@@ -28,6 +29,12 @@ from halfbyte.records.errors import UserError, disk_full_is_a_user_error, unknow
 from halfbyte.records.manifest import git_commit
 from halfbyte.records.record import OUR_TASKS, OWN_TASKS
 
+logger = logging.getLogger(__name__)
+
+
+def _to_the_log(*words: Any) -> None:
+    logger.debug("lm-eval prints: %s", " ".join(map(str, words)))
+
 
 class _SilentBar(tqdm):
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -36,14 +43,16 @@ class _SilentBar(tqdm):
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Without lm-eval's own bars, which cannot be turned off from outside, and below its log level of errors."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Without lm-eval's own bars and prints, which cannot be turned off from outside, and below its level of errors."""
+    theirs = logging.getLogger("lm_eval")
+    level = theirs.level
+    theirs.setLevel(logging.ERROR)
     try:
         with (
             patch.object(lm_eval.api.task, "tqdm", _SilentBar),
             patch.object(lm_eval.models.huggingface, "tqdm", _SilentBar),
+            # Of a metric of the whole set it prints on stdout that it is bootstrapped, where --json's result goes.
+            patch.object(lm_eval.api.metrics, "print", _to_the_log, create=True),
             # lm-eval asks git about the working directory, and git complains on stderr where that is no checkout.
             patch.object(lm_eval.evaluator, "get_git_commit_hash", git_commit),
             quick_templates(),
@@ -51,7 +60,7 @@ def quiet_lm_eval() -> Iterator[None]:
         ):
             yield
     finally:
-        logger.setLevel(level)
+        theirs.setLevel(level)
 
 
 @cache

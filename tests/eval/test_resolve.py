@@ -6,11 +6,12 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import lm_eval.api.metrics
 import pytest
 
 from halfbyte.eval import resolve
 from halfbyte.eval.evaluate import data_digests
-from halfbyte.eval.resolve import TASKS, find_manager, load_task, origin, require_tasks
+from halfbyte.eval.resolve import TASKS, find_manager, load_task, origin, quiet_lm_eval, require_tasks
 from halfbyte.recipes import data
 from halfbyte.recipes.schema import EvaluateSpec, TaskSpec
 from halfbyte.records.errors import UserError
@@ -215,3 +216,12 @@ def test_a_record_of_an_own_task_is_that_of_its_files(tmp_path: Path) -> None:
     assert first[OWN_TASKS]
     own_folder(folder, choices="c, d")
     assert data_digests([OWN_TASKS], None, str(folder)) != first
+
+
+def test_lm_eval_prints_nothing_of_its_bootstrap(capsys: pytest.CaptureFixture[str]) -> None:
+    bootstrap = lm_eval.api.metrics._bootstrap_internal_no_mp
+    bootstrap(max, [1.0, 2.0], 2)
+    assert "bootstrapping" in capsys.readouterr().out  # where it does not any more, quiet_lm_eval has less to do
+    with quiet_lm_eval():
+        bootstrap(max, [1.0, 2.0], 2)
+    assert capsys.readouterr().out == ""
