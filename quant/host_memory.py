@@ -1,4 +1,4 @@
-"""Host memory while a model is loaded: what loading frees goes back to the system, where glibc would keep it."""
+"""Host memory while a model is loaded or searched: what is freed goes back to the system, where glibc would keep it."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from halfbyte.quant.backend import register
 from halfbyte.quant.configs import methods
 from halfbyte.quant.elements import E4M3_BITS
 from halfbyte.quant.expert_blocks import declare_blocks, is_published_as_blocks, register_blocks
+from halfbyte.quant.host_memory import given_back
 from halfbyte.quant.numerics import E2M1_MAX, E4M3_MAX, FP8_BLOCK, amax_of_scale, scale_of_amax
 from halfbyte.quant.patches import fused_once, memory_kept, shards_side_by_side, unhurried_max
 from halfbyte.quant.rounding import Unstable, kept_buffers, put_back, quantized_weights, round_in_place
@@ -69,7 +71,9 @@ def calibrate(model: PreTrainedModel, config: dict[str, Any], loop: Callable[[nn
     register()
     hint = "the model overflows on these texts in the type it computes in; leave them out, or look at its weights"
     try:
-        with quiet_upstream(), unhurried_max(), torch.no_grad():
+        # Without it the search of AWQ leaves more with the process than the weights take; a pass alone leaves little.
+        freeing = given_back() if changes_weights(config) else nullcontext()
+        with freeing, quiet_upstream(), unhurried_max(), torch.no_grad():
             mtq.quantize(model, config, loop)
     except AssertionError as error:  # ModelOpt's calibrator does not name the quantizer
         found = re.match(r"detected (inf|nan) values in amax", str(error))
