@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import spec
+from tiny import make_model, spec
 
 from halfbyte.quant.configs import quant_config
 from halfbyte.quant.forward_memory import loading_bytes
@@ -37,27 +37,16 @@ print(json.dumps([watched.bytes() - before, resident() - before]))
 
 def make(family: str, inner: int, folder: Path) -> Path:
     """A random model of one of three families, in bfloat16; experts are small beside glibc's largest threshold."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        MixtralConfig,
-        MixtralForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
-
     shape: dict[str, Any] = {
-        "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "vocab_size": 2048, "tie_word_embeddings": False,
+        "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 2048,
+        "tie_word_embeddings": False,
     }  # fmt: skip
-    if family == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=12 * inner))
-    elif family == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**shape, intermediate_size=inner, num_local_experts=12))
-    else:
-        experts = {"moe_intermediate_size": inner // 2, "num_experts": 24}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, head_dim=64))
-    model.to(torch.bfloat16).save_pretrained(folder)
+    sizes: dict[str, dict[str, int]] = {
+        "llama": {"intermediate_size": 12 * inner},
+        "mixtral": {"intermediate_size": inner, "num_local_experts": 12},
+        "qwen3_moe": {"moe_intermediate_size": inner // 2, "num_experts": 24, "head_dim": 64},
+    }
+    make_model(family, **shape, **sizes[family]).save_pretrained(folder)
     return folder
 
 

@@ -24,8 +24,8 @@ def spec(preset: str | None = "nvfp4", kv_cache: str | None = None, **more: Any)
     return QuantizeSpec.model_validate({**content, **more})
 
 
-def make_model(family: str) -> Any:
-    """A random model of 2 layers and 64 dimensions in bfloat16."""
+def make_model(family: str, **changes: Any) -> Any:
+    """A random model of 2 layers and 64 dimensions in bfloat16; `changes` are fields of its configuration."""
     from transformers import (
         Gemma3ForCausalLM,
         Gemma3TextConfig,
@@ -48,28 +48,30 @@ def make_model(family: str) -> Any:
         "num_key_value_heads": 2, "vocab_size": 384, "initializer_range": 0.3,
     }  # fmt: skip
     torch.manual_seed(0)
+    untied = shape | {"tie_word_embeddings": False}
     if family == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
+        model: Any = LlamaForCausalLM(LlamaConfig(**shape | {"tie_word_embeddings": True} | changes))
     elif family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
+        model = Qwen2ForCausalLM(Qwen2Config(**untied | changes))
     elif family == "qwen3_moe":
-        experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, head_dim=16, tie_word_embeddings=False))
+        experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**untied | experts | changes))
     elif family == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, tie_word_embeddings=False))
+        model = MixtralForCausalLM(MixtralConfig(**untied | {"num_local_experts": 4} | changes))
     elif family == "llama4":  # a dense layer, and one with experts and a shared one
         experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
-        sizes = shape | {"intermediate_size": 96, "intermediate_size_mlp": 128, "head_dim": 16, "pad_token_id": 1}
-        model = Llama4ForCausalLM(Llama4TextConfig(**sizes, **experts, attention_chunk_size=32, use_qk_norm=True))
+        sizes = {"intermediate_size": 96, "intermediate_size_mlp": 128, "head_dim": 16, "pad_token_id": 1}
+        others = {"attention_chunk_size": 32, "use_qk_norm": True}
+        model = Llama4ForCausalLM(Llama4TextConfig(**shape | experts | sizes | others | changes))
     elif family == "gpt_oss":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}
-        model = GptOssForCausalLM(GptOssConfig(**shape | experts, head_dim=16, sliding_window=8))
+        model = GptOssForCausalLM(GptOssConfig(**shape | experts | {"head_dim": 16, "sliding_window": 8} | changes))
         for name, parameter in model.named_parameters():
             if name.endswith(("_bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=0.1)
     else:
-        layers = ["sliding_attention", "full_attention"]
-        model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, head_dim=16, sliding_window=8, layer_types=layers))
+        layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "head_dim": 16}
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**shape | layers | changes))
     return model.to(torch.bfloat16).eval()
 
 
