@@ -49,9 +49,7 @@ def run(args: Namespace) -> int:
     from halfbyte.reports.text import wrapped
 
     policy = load_policy(recipe.gate.policy)
-    if recipe.evaluate.images is None:
-        tasks = [spec.task for spec in recipe.evaluate.tasks]
-        require_tasks_of(policy, tasks, fidelity=recipe.evaluate.fidelity is not None)
+    require_tasks_of(policy, recipe.evaluate)
     reason = unsupported(recipe)
     try:
         job = prepare(recipe, place.device, read_ahead=False, weights=False)

@@ -135,5 +135,5 @@ def stated_tokens(spec: TaskSpec, settings: EvaluateSpec, reason: str, device: s
         slot_tokens=slot_tokens,
         longest=None if count is None else count.longest,
         outcomes=True,
-        metrics=() if spec.metric is None else (spec.metric.partition(",")[0],),
+        metrics=() if spec.metric_name is None else (spec.metric_name,),
     )

@@ -91,8 +91,7 @@ def _policy_that_applies(recipe: Recipe) -> Policy | None:
         limits = {f"{IMAGES}/{name}": recipe.evaluate.images.limit for name in recipe.evaluate.images.metrics}
     if not can_judge(policy, limits):
         return None
-    if recipe.evaluate.images is None:
-        require_tasks_of(policy, list(limits), fidelity=recipe.evaluate.fidelity is not None)
+    require_tasks_of(policy, recipe.evaluate)
     return policy
 
 

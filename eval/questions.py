@@ -104,8 +104,8 @@ class Questions:
 
     def metrics(self) -> tuple[str, ...]:
         """The names of the metrics that the task may be judged by: the one that is named, else all it has."""
-        if self.spec.metric is not None:
-            return (self.spec.metric.partition(",")[0],)
+        if self.spec.metric_name is not None:
+            return (self.spec.metric_name,)
         return tuple(dict.fromkeys(str(metric) for task in self.tasks.values() for metric in task.aggregation()))
 
     def _require_metric(self) -> None:

@@ -109,10 +109,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"model folder {folder} does not exist", "check the path")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no model folder: it has no config.json", "give the folder that holds config.json")
-    try:
-        config = read_json(folder / "config.json")
-    except UserError as error:  # one that nothing here makes again
-        raise UserError(error.message, "restore it from its source") from None
+    config = read_json(folder / "config.json", "restore it from its source")
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'} is not a model configuration", "restore it from its source")
     if config.get("text_config") is not None:

@@ -115,6 +115,11 @@ class TaskSpec(Strict):
     samples: int | None = Field(default=None, ge=1)
     """Texts drawn for each question (lm-eval's repeats), each with a seed of its own; None for the task's number."""
 
+    @property
+    def metric_name(self) -> str | None:
+        """The metric without its filter."""
+        return None if self.metric is None else self.metric.partition(",")[0]
+
     @model_validator(mode="after")
     def _can_be_generated_with(self) -> TaskSpec:
         for name, value in (self.gen_kwargs or {}).items():

@@ -80,8 +80,12 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, dumps(value))
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, hint: str = "restore it or delete it to have it made again") -> Any:
     """Reads a JSON file.
+
+    Args:
+        path: The file.
+        hint: What to do where it is no JSON.
 
     Raises:
         UserError: when it is missing or is not JSON.
@@ -93,7 +97,7 @@ def read_json(path: Path) -> Any:
     except IsADirectoryError:
         raise UserError(f"{path} is a folder, not a file") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}", "restore it or delete it to have it made again") from None
+        raise UserError(f"{path} is not valid JSON: {error}", hint) from None
 
 
 def read_as(path: Path, model: type[T], what: str, hint: str | None = None) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from halfbyte.recipes.schema import EvaluateSpec
 from halfbyte.records.errors import UserError, unknown_name
 from halfbyte.records.noise import load_noise
 from halfbyte.records.record import load_record
@@ -15,17 +16,21 @@ from halfbyte.reports.verdict import PERPLEXITY
 from halfbyte.reports.waivers import refuse_unknown_tasks
 
 
-def require_tasks_of(policy: Policy, tasks: Sequence[str], *, fidelity: bool) -> None:
+def require_tasks_of(policy: Policy, settings: EvaluateSpec) -> None:
     """Refuses a policy that decides on, or waives, what a recipe does not evaluate; known before anything is opened.
+
+    Of a recipe of images nothing is refused here.
 
     Args:
         policy: The recipe's.
-        tasks: The names of its tasks.
-        fidelity: Whether it measures KL divergence and perplexity.
+        settings: Its evaluate block.
 
     Raises:
         UserError: naming what is missing.
     """
+    if settings.images is not None:
+        return
+    tasks = [spec.task for spec in settings.tasks]
     missing = [] if policy.primary == "all" else [task for task in policy.primary if task not in tasks]
     if missing:
         raise UserError(
@@ -34,7 +39,7 @@ def require_tasks_of(policy: Policy, tasks: Sequence[str], *, fidelity: bool) ->
             "add the task to evaluate.tasks, or correct `primary` in the policy",
         )
     refuse_unknown_tasks(policy, [*tasks, PERPLEXITY])
-    if policy.perplexity_margin is not None and not fidelity:
+    if policy.perplexity_margin is not None and settings.fidelity is None:
         raise UserError(
             f"policy '{policy.name}' decides on perplexity, which the recipe does not measure",
             "add evaluate.fidelity to the recipe, or leave perplexity_margin out of the policy",
@@ -90,9 +95,4 @@ def require_margins(policy: Policy, baseline: Sequence[Path]) -> None:
                 continue
             if policy.ratio is None:
                 policy.margin_of(one.row, one.metric, one.bounds)
-            if policy.noise_floor is not None and load_noise(folder) is None:
-                raise UserError(
-                    f"policy '{policy.name}' takes the noise floor for its margin, and the baseline was evaluated once "
-                    f"on {one.row}",
-                    "evaluate it twice: --repeat-baseline",
-                )
+            policy.refuse_without_noise(one.row, load_noise(folder), "evaluate it twice: --repeat-baseline")

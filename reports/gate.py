@@ -129,12 +129,8 @@ def _refuse_what_does_not_apply(comparison: Comparison, policy: Policy) -> None:
                 f"the comparison was made for other bounds of {row.metric} than policy '{policy.name}' has",
                 "compare again with this policy",
             )
-        if policy.noise_floor is not None and policy.decides(row.task) and row.noise is None:
-            raise UserError(
-                f"policy '{policy.name}' takes the noise floor for its margin, and the baseline was evaluated once on "
-                f"{row.task}",
-                "evaluate it twice: halfbyte eval BASELINE --repeat-baseline",
-            )
+        twice = "evaluate it twice: halfbyte eval BASELINE --repeat-baseline"
+        policy.refuse_without_noise(row.task, row.noise, twice)
     if policy.perplexity_margin is not None and comparison.fidelity is None:
         raise UserError(
             f"policy '{policy.name}' decides on perplexity, and there is no fidelity record",

@@ -152,6 +152,24 @@ class Policy(BaseModel):
                 "evaluate without a limit, or take a policy that allows one, such as 'smoke'",
             )
 
+    def refuse_without_noise(self, task: str, noise: object | None, hint: str) -> None:
+        """Call it before the candidate is made as well.
+
+        Args:
+            task: The task.
+            noise: What two evaluations of its baseline differ by; None where there was one.
+            hint: How to have it evaluated twice.
+
+        Raises:
+            UserError: when the policy decides on the task by its noise floor, and that was not measured.
+        """
+        if self.noise_floor is not None and self.decides(task) and noise is None:
+            raise UserError(
+                f"policy '{self.name}' takes the noise floor for its margin, and the baseline was evaluated once on "
+                f"{task}",
+                hint,
+            )
+
 
 def shipped_policies() -> dict[str, str]:
     """The YAML text of each policy that comes with halfbyte, by name."""

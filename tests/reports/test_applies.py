@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from record_factory import write_record
 
+from halfbyte.recipes.schema import EvaluateSpec
 from halfbyte.records.errors import UserError
 from halfbyte.records.noise import noise_between
 from halfbyte.reports.applies import require_margins, require_tasks_of
@@ -18,11 +19,16 @@ def policy(**fields: Any) -> Policy:
     return Policy.model_validate({"name": "ours", "description": "Ours.", "release_evidence": True, **fields})
 
 
+def evaluated(*tasks: str, fidelity: bool = False) -> EvaluateSpec:
+    measured = {"source": {"dataset": "unused.txt"}} if fidelity else None
+    return EvaluateSpec.model_validate({"tasks": [{"task": task} for task in tasks], "fidelity": measured})
+
+
 def test_a_misspelled_primary_task_is_named_beside_what_the_recipe_evaluates() -> None:
     ours = policy(margin=0.02, primary=["refunds", "order"])
     with pytest.raises(UserError, match=r"decides on order, which the recipe does not evaluate.*refunds, orders"):
-        require_tasks_of(ours, ["refunds", "orders"], fidelity=False)
-    require_tasks_of(ours, ["refunds", "order"], fidelity=False)
+        require_tasks_of(ours, evaluated("refunds", "orders"))
+    require_tasks_of(ours, evaluated("refunds", "order"))
 
 
 def test_a_waiver_of_a_task_that_is_not_evaluated_is_refused() -> None:
@@ -34,14 +40,14 @@ def test_a_waiver_of_a_task_that_is_not_evaluated_is_refused() -> None:
         "expires": "2027-01-01",
     }
     with pytest.raises(UserError, match="waives refund"):
-        require_tasks_of(policy(margin=0.02, waivers=[waiver]), ["refunds"], fidelity=False)
+        require_tasks_of(policy(margin=0.02, waivers=[waiver]), evaluated("refunds"))
 
 
 def test_perplexity_decides_only_where_it_is_measured() -> None:
     ours = policy(margin=0.02, perplexity_margin=0.05)
     with pytest.raises(UserError, match="decides on perplexity, which the recipe does not measure"):
-        require_tasks_of(ours, ["refunds"], fidelity=False)
-    require_tasks_of(ours, ["refunds"], fidelity=True)
+        require_tasks_of(ours, evaluated("refunds"))
+    require_tasks_of(ours, evaluated("refunds", fidelity=True))
 
 
 def test_a_metric_of_ones_own_without_a_margin_is_refused_where_it_decides(tmp_path: Path) -> None:
