@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
+import os
 import shutil
 import statistics
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +49,7 @@ from halfbyte.records.run import RunFolder
 MODEL = Path(__file__).parent / "model"
 PTQ = "demo-image-nvfp4"
 BATCH = 128
-"""Images drawn together."""
+"""Images drawn together, and scored by one process."""
 
 
 @dataclass(frozen=True)
@@ -123,34 +126,39 @@ def measure(
     spec = job.recipe.evaluate.images
     assert spec is not None
     asked = prompts(CALIBRATION + EVALUATION + TRAINING + count)[CALIBRATION + EVALUATION + TRAINING :]
-    baseline = draw(model, load_transformer(model / "transformer", dtype="float32", device=job.device), asked, spec)
-    rows = [_scored("BF16", asked, baseline)]
+    original = load_transformer(model / "transformer", dtype="float32", device=job.device)
+    baseline = draw(model, original, asked, spec)
+    del original
     first: RunFolder | None = None
-    for name, one in jobs.items():
-        run = RunFolder(out / "runs" / name.lower().replace(",", "").replace(" ", "-"))
-        if one.recipe.train is not None:
-            if first is not None and not run.training.exists():  # the teacher draws the same for all seeds
-                shutil.copytree(first.training / "teacher", run.training / "teacher")
-            first = first or run
-        start = time.monotonic()
-        produce(one, run)
-        made = time.monotonic() - start
-        transformer = load_transformer(run.checkpoint / "transformer", dtype="float32", device=job.device)
-        rows.append(_scored(name, asked, draw(model, transformer, asked, spec), baseline, made))
-        del transformer
-        gc.collect()
-        print(f"{time.monotonic() - began:.0f} s: {rows[-1]}", flush=True)
-        if one.recipe.train is not None:
-            yield {
-                "rows": [asdict(row) for row in rows],
-                "recovered": [asdict(recovered(rows[0], rows[2], row)) for row in rows[3:]],
-                "prompts": count,
-                "steps": spec.steps,
-                "train": one.recipe.train.model_dump(mode="json", exclude={"seed"}),
-                "seconds": round(time.monotonic() - began),
-                "packages": package_versions(),
-                "hardware": hardware(),
-            }
+    with _pool(count) as pool:
+        others = _scores(pool, asked, baseline)["fulfilment"]
+        rows = [Drawn("BF16", statistics.fmean(others), None, _all_shown(others))]
+        for name, one in jobs.items():
+            run = RunFolder(out / "runs" / name.lower().replace(",", "").replace(" ", "-"))
+            if one.recipe.train is not None:
+                if first is not None and not run.training.exists():  # the teacher draws the same for all seeds
+                    shutil.copytree(first.training / "teacher", run.training / "teacher")
+                first = first or run
+            start = time.monotonic()
+            produce(one, run)
+            made = time.monotonic() - start
+            transformer = load_transformer(run.checkpoint / "transformer", dtype="float32", device=job.device)
+            images = draw(model, transformer, asked, spec)
+            rows.append(_row(name, _scores(pool, asked, images, baseline), others, made))
+            del transformer
+            gc.collect()
+            print(f"{time.monotonic() - began:.0f} s: {rows[-1]}", flush=True)
+            if one.recipe.train is not None:
+                yield {
+                    "rows": [asdict(row) for row in rows],
+                    "recovered": [asdict(recovered(rows[0], rows[2], row)) for row in rows[3:]],
+                    "prompts": count,
+                    "steps": spec.steps,
+                    "train": one.recipe.train.model_dump(mode="json", exclude={"seed"}),
+                    "seconds": round(time.monotonic() - began),
+                    "packages": package_versions(),
+                    "hardware": hardware(),
+                }
 
 
 @torch.no_grad()
@@ -178,17 +186,43 @@ def draw(folder: Path, transformer: Any, asked: list[str], spec: ImagesSpec) -> 
     return images
 
 
-def _scored(
-    name: str, asked: list[str], images: list[Any], baseline: list[Any] | None = None, seconds: float = 0.0
-) -> Drawn:
-    fulfilled = open_metric("fulfilment").scores(images, asked)
-    mean, exact = statistics.fmean(fulfilled), statistics.fmean(value == 1.0 for value in fulfilled)
-    if baseline is None:
-        return Drawn(name, mean, None, exact)
-    others = open_metric("fulfilment").scores(baseline, asked)
-    change = statistics.stdev(map(float.__sub__, fulfilled, others)) / len(asked) ** 0.5
-    apart = [statistics.fmean(open_metric(metric).scores(images, asked, baseline)) for metric in ("psnr", "ssim")]
-    return Drawn(name, mean, change, exact, apart[0], apart[1], round(seconds, 1))
+def _pool(count: int) -> ProcessPoolExecutor:
+    """As many processes as can be of use: the metrics take longer over an image than a GPU does."""
+    several = min(-(-count // BATCH), os.cpu_count() or 1)
+    return ProcessPoolExecutor(several, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))
+
+
+def _scores(
+    pool: ProcessPoolExecutor, asked: list[str], images: list[Any], baseline: list[Any] | None = None
+) -> dict[str, list[float]]:
+    """Of each image: its fulfilment, and beside a baseline its PSNR and SSIM."""
+    parts = [slice(start, start + BATCH) for start in range(0, len(asked), BATCH)]
+    begun = [pool.submit(_part, asked[at], images[at], baseline and baseline[at]) for at in parts]
+    found = [future.result() for future in begun]
+    return {metric: [value for part in found for value in part[metric]] for metric in found[0]}
+
+
+def _part(asked: list[str], images: list[Any], baseline: list[Any] | None) -> dict[str, list[float]]:
+    metrics = ["fulfilment", *(["psnr", "ssim"] if baseline else [])]
+    return {metric: open_metric(metric).scores(images, asked, baseline) for metric in metrics}
+
+
+def _row(name: str, scores: dict[str, list[float]], others: list[float], seconds: float) -> Drawn:
+    """A quantized model's, beside the original's fulfilment."""
+    fulfilled = scores["fulfilment"]
+    return Drawn(
+        name,
+        statistics.fmean(fulfilled),
+        statistics.stdev(map(float.__sub__, fulfilled, others)) / len(others) ** 0.5,
+        _all_shown(fulfilled),
+        statistics.fmean(scores["psnr"]),
+        statistics.fmean(scores["ssim"]),
+        round(seconds, 1),
+    )
+
+
+def _all_shown(fulfilled: list[float]) -> float:
+    return statistics.fmean(value == 1.0 for value in fulfilled)
 
 
 def recovered(original: Drawn, ptq: Drawn, trained: Drawn) -> Recovered:
