@@ -23,6 +23,7 @@ from halfbyte.quant.checkpoint import (
     torch_dtype,
 )
 from halfbyte.quant.host_memory import given_back
+from halfbyte.quant.patches import staged_loading
 from halfbyte.quant.upstream import quiet_upstream
 from halfbyte.recipes.schema import ModelSpec
 from halfbyte.records.digests import file_digest, model_digest, model_files, read_ahead, value_digest
@@ -330,7 +331,7 @@ def open_original(
     options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     if device.type == "cuda" and source.gguf_file is None:
         options["device_map"] = {"": device}  # each tensor goes there as it is read, and not all through host memory
-    with _opening(source):
+    with _opening(source), staged_loading(device):
         opened: Any = AutoModelForCausalLM.from_pretrained(
             source.folder,
             dtype=compute,

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from halfbyte.quant.elements import E4M3_MAX, e2m1_round
 from halfbyte.quant.fake_quantize import nvfp4_static_fake_quantize
+from halfbyte.quant.staging import Staging
 from halfbyte.quant.writing import side_by_side
 from halfbyte.records.errors import UserError
 
@@ -129,6 +131,30 @@ def shards_side_by_side() -> Iterator[None]:
             yield
         finally:
             upstream.safe_save_file = real
+
+
+@contextmanager
+def staged_loading(device: torch.device) -> Iterator[None]:
+    """Within the block, transformers' from_pretrained brings weights to a GPU through pinned memory; see staging."""
+    if device.type != "cuda" or find_spec("transformers.core_model_loading") is None:  # which transformers 4 lacks
+        yield
+        return
+    from transformers import core_model_loading
+
+    upstream = cast("Any", core_model_loading)
+    real, stage = upstream._materialize_copy, Staging()
+
+    def staged(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> Any:
+        values = tensor[...]
+        if device is None or torch.device(device).type != "cuda" or values.device.type != "cpu":
+            return real(values, device, dtype)
+        return stage(values, torch.device(device)).to(dtype)
+
+    upstream._materialize_copy = staged
+    try:
+        yield
+    finally:
+        upstream._materialize_copy = real
 
 
 @contextmanager
