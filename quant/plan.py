@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -121,7 +124,8 @@ def plan_of(model: nn.Module, config: dict[str, Any], keep: Sequence[str] = ()) 
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
     size += sum(buffer.numel() * kind.itemsize for buffer, kind in kept_buffers(model, dtype).values())
     with quiet_upstream():
-        replace_quant_module(model)
+        with _rewriting_attention(model):
+            replace_quant_module(model)
         try:
             set_quantizer_by_cfg(model, config["quant_cfg"])
         except ValueError as error:
@@ -157,6 +161,23 @@ def plan_of(model: nn.Module, config: dict[str, Any], keep: Sequence[str] = ()) 
         tensor_bytes=size,
         dtype=str(dtype).removeprefix("torch."),
     )
+
+
+@contextmanager
+def _rewriting_attention(model: nn.Module) -> Iterator[None]:
+    """Turns ModelOpt's failure at the source of an attention it does not know into a UserError.
+
+    It puts quantizers where an old attention class multiplies, by the position of arguments; Bloom names them.
+    """
+    try:
+        yield
+    except IndexError as error:
+        if not extract_tb(error.__traceback__)[-1].filename.endswith("quantization/plugins/attention.py"):
+            raise
+        raise UserError(
+            f"ModelOpt {version('nvidia-modelopt')} cannot put quantizers into the attention of {type(model).__name__}",
+            "models of this class cannot be quantized",
+        ) from error
 
 
 def _require_exported(model: nn.Module, layers: Sequence[Layer], keep: Sequence[str]) -> None:

@@ -258,6 +258,16 @@ def test_one_list_keeps_all_layers_that_a_block_does_not_fit(tmp_path: Path) -> 
     }
 
 
+def test_an_attention_that_modelopt_cannot_rewrite_is_refused(tmp_path: Path) -> None:
+    """When this fails, ModelOpt may have learned to read Bloom's source."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=64))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="cannot put quantizers into the attention of BloomForCausalLM"):
+        _plan(tmp_path / "model", spec("fp8"))
+
+
 def test_an_unknown_class_of_layers_is_refused(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     entries = [{"quantizer_name": "*", "parent_class": "foo", "enable": False}]
