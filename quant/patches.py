@@ -145,10 +145,9 @@ def staged_loading(device: torch.device) -> Iterator[None]:
     real, stage = upstream._materialize_copy, Staging()
 
     def staged(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> Any:
-        values = tensor[...]
-        if device is None or torch.device(device).type != "cuda" or values.device.type != "cpu":
-            return real(values, device, dtype)
-        return stage(values, torch.device(device)).to(dtype)
+        if device is None or torch.device(device).type != "cuda":
+            return real(tensor, device, dtype)
+        return stage(tensor[...], torch.device(device)).to(dtype)
 
     upstream._materialize_copy = staged
     try:

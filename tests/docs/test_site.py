@@ -77,10 +77,13 @@ def test_what_the_text_concludes_is_in_the_measured_tables() -> None:
         assert found["NVFP4 + FP8 KV"] < 1.05 * found["NVFP4"]
     assert 2.5 < smollm2["MXFP4"] / smollm2["NVFP4"] < 3.5
     assert "MXFP4" not in inhouse
+    shares = []
     for found in trained:
         qat, qad = (next(kl for name, kl in found.items() if method in name) for method in ("QAT", "QAD"))
-        assert qad < 0.52 * found["NVFP4 PTQ"]
+        shares.append(f"{qad / found['NVFP4 PTQ']:.2f}".lstrip("0"))
         assert qat > found["NVFP4 PTQ"]
+    assert f"({' and '.join(shares)} of it)" in (DOCS / "which-recipe.md").read_text(encoding="utf-8")
+    assert float(shares[0]) < 0.5
 
 
 @pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.relative_to(ROOT).as_posix())
