@@ -118,6 +118,7 @@ class DrawingLoop:
         seed: Of the first prompt.
         progress: Where each prompt's result is kept.
         passes: How many the algorithm takes, for the bar.
+        batch: Prompts drawn together; the kernels of another number may round otherwise.
     """
 
     def __init__(
@@ -129,9 +130,10 @@ class DrawingLoop:
         seed: int,
         progress: Progress,
         passes: int = 1,
+        batch: int = 1,
     ) -> None:
         self.pipeline, self.calls, self.spec, self.seed = pipeline, calls, spec, seed
-        self.progress, self.passes = progress, passes
+        self.progress, self.passes, self.batch = progress, passes, batch
         self.index = 0
 
     @torch.no_grad()
@@ -154,43 +156,50 @@ class DrawingLoop:
         def step(*_: Any) -> None:
             nonlocal seen
             seen += 1
-            bar.update()
+            bar.update(len(numbers))
 
         handle = model.register_forward_hook(step)
         try:
             with progress_bar(total=len(self.calls) * steps, initial=done * steps, unit="step", desc=what) as bar:
-                for number in range(done, len(self.calls)):
+                # A batch is drawn whole, so that one that goes on has the bits of one that was not interrupted.
+                for first in range(done - done % self.batch, len(self.calls), self.batch):
                     seen = 0
-                    self._draw(number, device)
+                    numbers = range(first, min(first + self.batch, len(self.calls)))
+                    self._draw(numbers, device)
                     if seen < steps:
                         raise UserError(f"the transformer saw {seen} of {steps} steps", "use another scheduler")
-                    self.progress.save(index, number + 1, model)
+                    self.progress.save(index, numbers.stop, model)
         finally:
             handle.remove()
             self.pipeline.register_modules(transformer=None)
 
-    def _draw(self, number: int, device: torch.device) -> None:
-        call = {name: _placed(value, device) for name, value in self.calls[number].items()}
+    def _draw(self, numbers: range, device: torch.device) -> None:
+        calls = [self.calls[number] for number in numbers]
+        joined = {name: _joined([call[name] for call in calls], device) for name in calls[0]}
         with quiet_diffusers():
             self.pipeline(
-                **call,
+                **joined,
                 num_inference_steps=self.spec.steps,
                 guidance_scale=self.spec.guidance,
                 height=self.spec.size[0],
                 width=self.spec.size[1],
-                generator=torch.Generator("cpu").manual_seed(self.seed + number),
+                generator=[torch.Generator("cpu").manual_seed(self.seed + number) for number in numbers],
                 max_sequence_length=self.spec.max_sequence_length,
                 output_type="latent",
             )
 
 
-def _placed(value: Any, device: torch.device) -> Any:
-    """An embedding where it is needed, or the control image of a file."""
-    if isinstance(value, Path):
-        from PIL import Image
+def _joined(values: Sequence[Any], device: torch.device) -> Any:
+    """The prompts' embeddings as one batch where it is needed, or the control images of their files."""
+    if isinstance(values[0], Path):
+        return [_control_image(path) for path in values]
+    return torch.cat([value.to(device) for value in values])
 
-        try:
-            return Image.open(value).convert("RGB")
-        except OSError as error:
-            raise UserError(f"control image {value} cannot be read: {error}", "give a PNG or JPEG file") from None
-    return value.to(device)
+
+def _control_image(path: Path) -> Any:
+    from PIL import Image
+
+    try:
+        return Image.open(path).convert("RGB")
+    except OSError as error:
+        raise UserError(f"control image {path} cannot be read: {error}", "give a PNG or JPEG file") from None

@@ -1,7 +1,7 @@
 """What the teacher does while it draws: latents, timesteps and velocities of each prompt, kept on disk for a training.
 
 The teacher draws once, before the training, so that it need not be in memory beside the student. A prompt is one file,
-and a call that was killed goes on after the last whole one.
+and a call that was killed goes on after the last whole batch of them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def draw_trajectories(
     control = source.class_name == CONTROL
     prompts, named = calibration_prompts(block, control=control, data_root=data_root)
     data = {name.removeprefix("calibration: "): digest for name, digest in named.items()}
-    how = [spec.images.model_dump(mode="json"), spec.seed, str(weights), str(compute), device.type]
+    how = [spec.images.model_dump(mode="json"), spec.seed, spec.batch_size, str(weights), str(compute), device.type]
     key = value_digest([source.digest, [one.text for one in prompts], named, how])
     found = are_recorded(folder, len(prompts), spec.images.steps, key)
     if found is not None:
@@ -144,7 +144,7 @@ def record(
     """
     asked: list[Row] = []
     kept: Any = _Kept(asked, folder, key)
-    loop = DrawingLoop(pipeline, calls, spec.images, seed=spec.seed, progress=kept)
+    loop = DrawingLoop(pipeline, calls, spec.images, seed=spec.seed, progress=kept, batch=spec.batch_size)
     hook = teacher.register_forward_hook(_remember(asked), with_kwargs=True)
     try:
         loop(teacher)
@@ -154,7 +154,7 @@ def record(
 
 
 class _Kept:
-    """Keeps each prompt once it is drawn; what a calibration's progress is to the loop that draws."""
+    """Keeps the prompts of each batch once it is drawn; what a calibration's progress is to the loop that draws."""
 
     def __init__(self, asked: list[Row], folder: Path, key: str) -> None:
         self.asked, self.folder, self.key = asked, folder, key
@@ -164,8 +164,10 @@ class _Kept:
         return next(number for number in count() if _key(_file(self.folder, number)) != self.key)
 
     def save(self, _: int, done: int, __: nn.Module) -> None:
-        """The prompt before `done` is drawn."""
-        _keep(self.asked, _file(self.folder, done - 1), self.key)
+        """The batch of prompts before `done` is drawn."""
+        together = len(self.asked[0][VELOCITY])
+        for at in range(together):
+            _keep([_one(row, at) for row in self.asked], _file(self.folder, done - together + at), self.key)
         self.asked.clear()
 
 
@@ -176,6 +178,11 @@ def _remember(asked: list[Row]) -> Any:
         asked.append({**row, VELOCITY: answer.detach().cpu()})
 
     return remember
+
+
+def _one(row: Row, at: int) -> Row:
+    """What was asked and answered of one prompt of a batch, with a batch dimension of 1."""
+    return {name: value if name in _SHARED else value[at : at + 1] for name, value in row.items()}
 
 
 def _keep(asked: Sequence[Row], path: Path, key: str) -> None:

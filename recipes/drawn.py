@@ -15,5 +15,7 @@ class DrawnTrajectories(Strict):
     """One image of each, up to `samples`."""
     images: DrawnSpec = DrawnSpec()
     """How they are drawn: steps, guidance, size."""
+    batch_size: int = Field(default=1, ge=1)
+    """Prompts drawn together."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
     """Of the first image's noise; the next one has the seed after it."""

@@ -71,13 +71,14 @@ def drawn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trajectorie
     return draw(folder, tmp_path_factory.mktemp("teacher"))
 
 
-def draw(folder: Path, out: Path) -> Trajectories:
+def draw(folder: Path, out: Path, batch_size: int = 1) -> Trajectories:
     made = making(folder, out / "run")
     spec = made.job.recipe.train
     assert spec is not None
     assert spec.drawn is not None
+    together = spec.drawn.model_copy(update={"batch_size": batch_size})
     return draw_trajectories(
-        made.source, spec.drawn, out, weights=torch.bfloat16, compute=torch.float32, device=CPU
+        made.source, together, out, weights=torch.bfloat16, compute=torch.float32, device=CPU
     )[0]  # fmt: skip
 
 
@@ -127,6 +128,30 @@ def test_a_kill_while_the_teacher_draws_costs_one_prompt(
         assert all(torch.equal(value, found[row][name]) for name, value in drawn[row].items())
     draw(folder, tmp_path)
     assert len(kept) == 7  # nothing is drawn again
+
+
+def test_prompts_that_are_drawn_together_are_kept_one_by_one(
+    folder: Path, drawn: Trajectories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep, kept = trajectories._keep, []
+
+    def killed(asked: Any, path: Path, key: str) -> None:
+        kept.append(path.name)
+        if len(kept) == 6:
+            raise KeyboardInterrupt
+        keep(asked, path, key)
+
+    whole = draw(folder, tmp_path / "whole", batch_size=4)
+    monkeypatch.setattr(trajectories, "_keep", killed)
+    with pytest.raises(KeyboardInterrupt):
+        draw(folder, tmp_path / "killed", batch_size=4)
+    found = draw(folder, tmp_path / "killed", batch_size=4)
+    assert kept == [f"{number:06d}.safetensors" for number in (0, 1, 2, 3, 4, 5, 4, 5)]
+    assert len(found) == len(whole) == len(drawn)
+    for row in range(len(drawn)):
+        assert all(torch.equal(value, found[row][name]) for name, value in whole[row].items())
+        for name, value in drawn[row].items():
+            torch.testing.assert_close(found[row][name], value, rtol=1e-3, atol=1e-4)
 
 
 def test_a_damaged_trajectory_is_named(folder: Path, tmp_path: Path) -> None:

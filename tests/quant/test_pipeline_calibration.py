@@ -51,9 +51,9 @@ def drawing(monkeypatch: pytest.MonkeyPatch, kill_at: int | None = None) -> list
     drawn: list[int] = []
     real = DrawingLoop._draw
 
-    def draw(self: DrawingLoop, number: int, device: torch.device) -> None:
-        drawn.append(number)
-        real(self, number, device)
+    def draw(self: DrawingLoop, numbers: range, device: torch.device) -> None:
+        drawn.extend(numbers)
+        real(self, numbers, device)
         if len(drawn) - 1 == kill_at:
             raise Killed
 
@@ -89,9 +89,9 @@ def in_third_prompt() -> None:
     """With two prompts kept on the disk."""
     real = DrawingLoop._draw
 
-    def draw(self: DrawingLoop, number: int, device: torch.device) -> None:
-        real(self, number, device)
-        if number == 2:
+    def draw(self: DrawingLoop, numbers: range, device: torch.device) -> None:
+        real(self, numbers, device)
+        if 2 in numbers:
             kill()
 
     DrawingLoop._draw = draw  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from small_flux.train import HELD_OUT
 FOLDER = Path(__file__).parents[2] / "recipes" / "image"
 FIRST = HELD_OUT + 1000
 """The scenes before it score a training."""
-CALIBRATION, EVALUATION, TRAINING = 32, 64, 1024
+CALIBRATION, EVALUATION, TRAINING = 32, 64, 4096
 
 
 def prompts(count: int, first: int = FIRST) -> list[str]:

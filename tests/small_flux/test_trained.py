@@ -69,7 +69,7 @@ def test_the_recipes_prompts_are_those_that_the_script_writes() -> None:
     texts = files()
     assert all((folder / name).read_text(encoding="utf-8") == text for name, text in texts.items())
     lines = "".join(texts.values()).splitlines()
-    assert len(lines) == len(set(lines)) == 32 + 64 + 1024
+    assert len(lines) == len(set(lines)) == 32 + 64 + 4096
 
 
 def test_the_weights_are_at_most_12_mb(model: Path) -> None:
