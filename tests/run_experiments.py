@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -193,7 +194,10 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", default="1e-4,3e-4,6e-4", help="learning rates of QAD that are tried first")
     parser.add_argument("--qat-rate", default="5e-5")
     parser.add_argument("--steps", type=int, default=350, help="of each training")
-    parser.add_argument("--only", help="jobs whose name holds one of these, and what they need (inhouse-135m,texts)")
+    parser.add_argument(
+        "--only",
+        help="jobs with one of these in their name, as regular expressions, and what they need (inhouse-135m,texts)",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="for every recipe")
     parser.add_argument("--training-set", action="append", default=[], metavar="FIELD=VALUE", help="where one trains")
     parser.add_argument("--inhouse", default="", help="more arguments of tests/make_inhouse.py")
@@ -212,11 +216,11 @@ def tasks(arguments: argparse.Namespace) -> list[str]:
 
 
 def chosen(every: list[Job], only: str | None) -> list[Job]:
-    """The jobs whose name holds one of some words, and what they need."""
+    """The jobs in whose name one of some regular expressions is found, and what they need."""
     if only is None:
         return every
     words = only.split(",")
-    names = {job.name for job in every if any(word in job.name for word in words)}
+    names = {job.name for job in every if any(re.search(word, job.name) for word in words)}
     while True:
         more = {name for job in every if job.name in names for name in (*job.needs, *job.after)} - names
         if not more:
