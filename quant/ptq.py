@@ -44,13 +44,8 @@ _SMOOTHING = ("._pre_quant_scale", "._svdquant_lora_a", "._svdquant_lora_b")
 """Buffers of quantizers that a checkpoint holds in the type of what is kept."""
 _WEIGHTS_STAY = ("max", "mse", "local_hessian", "nvfp4_act_headroom")
 """Algorithms that change no weight."""
-_FILES = 32
-_SHARD = (512 * 2**20, 2 * 2**30)
-"""A file of weights holds at least and at most so many bytes; between them the model's own size makes _FILES of it.
-
-Several are written and hashed side by side and pass through host memory, so that none may be large; and the last of few
-large ones would be waited for.
-"""
+_SHARD = "1GB"
+"""The most that a file of weights holds: several are written and hashed side by side, and pass through host memory."""
 
 
 def quantizers(model: nn.Module) -> dict[str, Any]:
@@ -117,8 +112,7 @@ def save_calibration(model: nn.Module, folder: Path, key: str, **facts: Any) -> 
     contents = {TENSORS_FILE: sorted(_quantizer_tensors(model) & state.keys())}
     if not steps <= {"quantize", *(f"{name}_calibrate" for name in _WEIGHTS_STAY)}:
         weights = {weight.name: state[weight.name] for weight in quantized_weights(model) if weight.name in state}
-        most = _shard_bytes(model)
-        split = split_torch_state_dict_into_shards(weights, filename_pattern=WEIGHTS_FILES, max_shard_size=most)
+        split = split_torch_state_dict_into_shards(weights, filename_pattern=WEIGHTS_FILES, max_shard_size=_SHARD)
         contents.update(split.filename_to_tensors)
     with atomic_folder(folder) as partial:
         torch.save(description, partial / QUANTIZERS_FILE)
@@ -127,11 +121,6 @@ def save_calibration(model: nn.Module, folder: Path, key: str, **facts: Any) -> 
         names = [QUANTIZERS_FILE, *contents]
         files = dict(zip(names, file_digests([partial / name for name in names]), strict=True))
         write_json(partial / STATE_FILE, {"schema_version": 3, "key": key, "files": files, **facts})
-
-
-def _shard_bytes(model: nn.Module) -> int:
-    least, most = _SHARD
-    return min(max(least, sum(parameter.nbytes for parameter in model.parameters()) // _FILES), most)
 
 
 def _quantizer_tensors(model: nn.Module) -> set[str]:
@@ -319,12 +308,11 @@ def export(
     weight_only = _is_mxfp4_weight_only(model)
     in_blocks = any(map(is_published_as_blocks, model.modules()))
     register_blocks()
-    shard = _shard_bytes(model)
     put_back(model, unstable)
     _divide_on_a_cpu(model)
     _cast_kept(model, dtype)
     with quiet_upstream(), fused_once(), memory_kept(), shards_side_by_side():
-        export_hf_checkpoint(model, dtype=dtype, export_dir=folder, max_shard_size=shard)
+        export_hf_checkpoint(model, dtype=dtype, export_dir=folder, max_shard_size=_SHARD)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     if in_blocks:

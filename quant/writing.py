@@ -16,7 +16,7 @@ from torch import Tensor
 from halfbyte.records.digests import file_digest
 from halfbyte.records.files import sync_file
 
-WRITERS = 8
+WRITERS = 4
 """Files written at once; what they hold passes through host memory."""
 
 

@@ -107,7 +107,7 @@ def test_a_kept_calibration_gives_the_same_checkpoint(tmp_path: Path, tiny_token
 def test_changed_weights_are_kept_in_small_files_until_they_are_dropped(
     preset: str, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ptq, "_SHARD", (80_000, 80_000))
+    monkeypatch.setattr(ptq, "_SHARD", 80_000)
     assert ptq.changes_weights(configs.quant_config(spec(preset)))
     model = _calibrated(tmp_path / "model", preset)
     calibrated = tmp_path / "calibration"

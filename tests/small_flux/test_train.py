@@ -23,7 +23,7 @@ def options(**more: Any) -> argparse.Namespace:
     """A training of no time."""
     given = {
         "seed": 0, "drawn": 24, "batch": 4, "vae_steps": 3, "flow_steps": 3, "guidance_steps": 2,
-        "learning_rate": 1e-3, "save_every": 0.0, "minutes": None, "bf16": False,
+        "learning_rate": 1e-3, "save_every": 0.0, "minutes": None, "bf16": False, "compile": False,
     }  # fmt: skip
     return argparse.Namespace(**{**given, **more})
 
