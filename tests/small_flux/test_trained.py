@@ -124,8 +124,8 @@ def fulfilled(images: list[Any], asked: list[str]) -> float:
 def test_it_draws_what_is_asked_for_and_not_something_else(drawn: Callable[[str | None], list[Any]]) -> None:
     asked = prompts(COUNT)
     images = drawn(None)
-    assert fulfilled(images, asked) > 0.6
-    assert fulfilled(images, asked) > fulfilled(images, asked[1:] + asked[:1]) + 0.25
+    assert fulfilled(images, asked) > 0.85
+    assert fulfilled(images, asked) > fulfilled(images, asked[1:] + asked[:1]) + 0.4
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_quantization_changes_what_is_seen_and_fp4_more_than_fp8(drawn: Callable
         other[name] = sum(ours != theirs for ours, theirs in pairs)
     assert psnr["demo-image-nvfp4"] + 3 < psnr["demo-image-fp8"] < 60
     assert 0 < other["demo-image-fp8"] < other["demo-image-nvfp4"]
-    assert other["demo-image-nvfp4"] > COUNT / 4
+    assert other["demo-image-nvfp4"] > COUNT / 8  # one that is less sure of its shapes changes more of them
 
 
 @pytest.mark.slow
