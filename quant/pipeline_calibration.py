@@ -149,6 +149,9 @@ class DrawingLoop:
         done = self.progress.resume(index, model)
         if done:
             logger.info("calibration: %d of %d prompts of pass %d are done already", done, len(self.calls), index + 1)
+        begin = (
+            done - done % self.batch
+        )  # a batch is drawn whole: the bits are those of a loop that was not interrupted
         what = "calibrate" if self.passes == 1 else f"calibrate, pass {index + 1} of {self.passes}"
         steps = self.spec.steps
         seen = 0
@@ -160,9 +163,8 @@ class DrawingLoop:
 
         handle = model.register_forward_hook(step)
         try:
-            with progress_bar(total=len(self.calls) * steps, initial=done * steps, unit="step", desc=what) as bar:
-                # A batch is drawn whole, so that one that goes on has the bits of one that was not interrupted.
-                for first in range(done - done % self.batch, len(self.calls), self.batch):
+            with progress_bar(total=len(self.calls) * steps, initial=begin * steps, unit="step", desc=what) as bar:
+                for first in range(begin, len(self.calls), self.batch):
                     seen = 0
                     numbers = range(first, min(first + self.batch, len(self.calls)))
                     self._draw(numbers, device)

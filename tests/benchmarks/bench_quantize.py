@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,6 @@ def _measured(code: str, *arguments: Any) -> dict[str, float]:
     return {"wall": time.perf_counter() - start, **figures}
 
 
-def _wall(figures: dict[str, float]) -> float:
-    return figures["wall"]
-
-
 def _row(name: str, figures: dict[str, float]) -> str:
     return f"{name:16}" + "  ".join(f"{key} {value:.1f}" for key, value in figures.items())
 
@@ -157,7 +154,8 @@ def test_a_quantization_beside_the_plain_flow(
             print(_row(f"plain, batch {size}", plain[-1]))
         halfbyte.append(_measured(OURS, tmp_path, device, f"ours-{turn}"))
         print(_row("halfbyte", halfbyte[-1]), flush=True)
-    ours, best = min(halfbyte, key=_wall), _wall(min(plain, key=_wall))
+    ours = min(halfbyte, key=itemgetter("wall"))
+    best = min(figures["wall"] for figures in plain)
     memory = "gpu_gib" if device == "cuda" else "cpu_gib"
     least = min(figures[memory] for figures in plain)
     print(f"wall {ours['wall'] / best:.2f} x, memory {ours[memory] / least:.2f} x of the better plain flow")

@@ -108,18 +108,24 @@ def test_a_recorded_step_is_what_the_teacher_was_asked_and_answered(folder: Path
     assert float(drawn[0]["timestep"]) > float(drawn[1]["timestep"]) > float(drawn[2]["timestep"])
 
 
-def test_a_kill_while_the_teacher_draws_costs_one_prompt(
-    folder: Path, drawn: Trajectories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def killed_at(monkeypatch: pytest.MonkeyPatch, at: int) -> list[str]:
+    """The files that are kept from now on; a kill comes before the one of this number, counted from 1, is written."""
     keep, kept = trajectories._keep, []
 
     def killed(asked: Any, path: Path, key: str) -> None:
         kept.append(path.name)
-        if len(kept) == 3:
+        if len(kept) == at:
             raise KeyboardInterrupt
         keep(asked, path, key)
 
     monkeypatch.setattr(trajectories, "_keep", killed)
+    return kept
+
+
+def test_a_kill_while_the_teacher_draws_costs_one_prompt(
+    folder: Path, drawn: Trajectories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = killed_at(monkeypatch, 3)
     with pytest.raises(KeyboardInterrupt):
         draw(folder, tmp_path)
     found = draw(folder, tmp_path)
@@ -133,16 +139,8 @@ def test_a_kill_while_the_teacher_draws_costs_one_prompt(
 def test_prompts_that_are_drawn_together_are_kept_one_by_one(
     folder: Path, drawn: Trajectories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep, kept = trajectories._keep, []
-
-    def killed(asked: Any, path: Path, key: str) -> None:
-        kept.append(path.name)
-        if len(kept) == 6:
-            raise KeyboardInterrupt
-        keep(asked, path, key)
-
     whole = draw(folder, tmp_path / "whole", batch_size=4)
-    monkeypatch.setattr(trajectories, "_keep", killed)
+    kept = killed_at(monkeypatch, 6)
     with pytest.raises(KeyboardInterrupt):
         draw(folder, tmp_path / "killed", batch_size=4)
     found = draw(folder, tmp_path / "killed", batch_size=4)

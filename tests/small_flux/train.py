@@ -300,14 +300,15 @@ def train_flow(
     clip, t5 = drawn.clip.to(device), drawn.t5.to(device)
     flow = Flow(pipeline).to(device)
     mean = copy.deepcopy(flow).requires_grad_(False)
+    if options.compile:  # in place, so that the names of its weights stay as they are
+        flow.compile()
     for stage, name, drawn_at in ((1, "flow", 1.0), (2, "guidance", DRAWN_AT)):
-        teacher = copy.deepcopy(mean).eval() if stage == 2 else None
+        teacher = None
         if stage == 2:
             flow.load_state_dict(mean.state_dict())
-        if options.compile:  # in place, so that their modules and the names of their weights stay as they are
-            for module in (flow, teacher):
-                if module is not None:
-                    module.compile()
+            teacher = copy.deepcopy(mean).eval()
+            if options.compile:
+                teacher.compile()
         top = options.learning_rate * (1.0 if stage == 1 else 0.3)
         optimizer = torch.optim.AdamW(flow.parameters(), lr=top, betas=(0.9, 0.99), weight_decay=0.01)
         state = {"flow": flow, "mean": mean, "optimizer": optimizer}
