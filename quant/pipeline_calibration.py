@@ -149,9 +149,8 @@ class DrawingLoop:
         done = self.progress.resume(index, model)
         if done:
             logger.info("calibration: %d of %d prompts of pass %d are done already", done, len(self.calls), index + 1)
-        begin = (
-            done - done % self.batch
-        )  # a batch is drawn whole: the bits are those of a loop that was not interrupted
+        # A batch is drawn whole, so that a loop that goes on gives the bits of one that was not interrupted.
+        begin = done - done % self.batch
         what = "calibrate" if self.passes == 1 else f"calibrate, pass {index + 1} of {self.passes}"
         steps = self.spec.steps
         seen = 0
