@@ -17,7 +17,7 @@ FORMATS = ("fp8", "nvfp4", "nvfp4-awq", "nvfp4-svdquant", "mxfp4", "mxfp8", "nvf
 SEEDS = (1, 2, 3)
 VERDICTS = (0, 1, 3, 4)
 """Exit codes of a run that came to its end."""
-SWEEP_STEPS = 80
+SWEEP_STEPS = 150
 
 Pool = Literal["train", "score"]
 
