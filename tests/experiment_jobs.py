@@ -20,6 +20,7 @@ VERDICTS = (0, 1, 3, 4)
 SWEEP_STEPS = 150
 
 Pool = Literal["train", "score"]
+CONTINUED = Path("texts/continued.jsonl")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Options:
     """--set of those that train."""
     inhouse: Sequence[str] = ()
     """More arguments of tests/make_inhouse.py."""
+    continuations: Sequence[str] = ()
+    """More arguments of tests/experiment_continuations.py."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,11 @@ def jobs(options: Options) -> list[Job]:
         *(str(path) for path in (MODELS["smollm2-135m"], options.data, MODELS["inhouse-135m"])),
         *options.inhouse,
     ]
+    more = [sys.executable, str(TESTS / "experiment_continuations.py"), str(MODELS["smollm2-135m"]), "texts"]
     first = [
         Job("inhouse", lambda _: making, MODELS["inhouse-135m"] / "config.json", "train"),
         Job("texts", lambda _: texts, Path("texts/answers.jsonl")),
+        Job("continuations", lambda _: [*more, *options.continuations], CONTINUED, "train", ("texts",)),
     ]
     sweeps = [_sweep(rate, options) for rate in options.rates] if len(options.rates) > 1 else []
     models = list(MODELS)
@@ -205,7 +210,7 @@ def _sweep(rate: str, options: Options) -> Job:
     command = _halfbyte("train", *recipe, *sets, "--output", f"runs/{name}")
     done = Path("runs") / name / "training/training.json"
     # A rate that diverges ends with 2 and is an answer too.
-    return Job(name, lambda _: command, done, "train", ("texts",), (0, 2))
+    return Job(name, lambda _: command, done, "train", ("continuations",), (0, 2))
 
 
 def _trained(model: str, method: str, seed: int, options: Options, sweeps: tuple[str, ...]) -> list[Job]:
@@ -218,7 +223,7 @@ def _trained(model: str, method: str, seed: int, options: Options, sweeps: tuple
     def given(work: Path) -> list[str]:
         return [*recipe, *_sets(f"train.learning_rate={rate_of(work, rates)}")]
 
-    waits = ("texts", *_made(model))
+    waits = ("continuations", *_made(model))
     training = Job(
         f"{name}-train",
         lambda work: _halfbyte("train", *given(work), "--output", str(folder)),

@@ -235,7 +235,7 @@ def _jobs_table(times: Sequence[dict[str, Any]]) -> str:
 
 def _keep_logs(work: Path, output: Path, times: Sequence[dict[str, Any]]) -> None:
     """The last lines of the in-house model's training, of the sweeps and of what did not end well."""
-    wanted = {"inhouse", "texts"} | {row["name"] for row in times if row["code"] not in (0, 1, 3, 4)}
+    wanted = {"inhouse", "texts", "continuations"} | {row["name"] for row in times if row["code"] not in (0, 1, 3, 4)}
     wanted |= {row["name"] for row in times if row["name"].startswith(sweep_name(""))}
     for name in sorted(wanted):
         path = work / "logs" / f"{name}.log"

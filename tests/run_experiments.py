@@ -201,6 +201,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="for every recipe")
     parser.add_argument("--training-set", action="append", default=[], metavar="FIELD=VALUE", help="where one trains")
     parser.add_argument("--inhouse", default="", help="more arguments of tests/make_inhouse.py")
+    parser.add_argument("--continuations", default="", help="more arguments of tests/experiment_continuations.py")
     return parser.parse_args(given)
 
 
@@ -256,6 +257,7 @@ def main(given: Sequence[str] | None = None) -> int:
         settings=arguments.set,
         training=arguments.training_set,
         inhouse=arguments.inhouse.split(),
+        continuations=arguments.continuations.split(),
     )
     gpus = arguments.gpus.split(",") if arguments.gpus else all_gpus()
     room = {"train": arguments.trainings, "score": arguments.scorings}
