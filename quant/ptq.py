@@ -202,6 +202,10 @@ def share_scales(model: PreTrainedModel) -> None:
             upstream._fuse_qkv_linears_diffusion(model, strict=True)
         else:
             upstream.requantize_resmooth_fused_llm_layers(model)
+        for module in model.modules():
+            if getattr(getattr(module, "weight_quantizer", None), "svdquant_lora_a", None) is not None:
+                # ModelOpt leaves siblings views of one tensor, which cannot be saved one by one.
+                module.weight.data = module.weight.data.clone(memory_format=torch.contiguous_format)
 
 
 def is_diffusers(model: nn.Module) -> bool:

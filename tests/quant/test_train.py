@@ -48,11 +48,12 @@ def job_of(folder: Path, *changes: str) -> Any:
         ["train.method=qat"],
         ["train.method=qad"],
         ["train.method=qad", "quantize.preset=NVFP4_AWQ_LITE_CFG"],
+        ["train.method=qad", "quantize.preset=NVFP4_SVDQUANT_DEFAULT_CFG"],
         ["train.method=qad", "quantize.kv_cache=fp8", "train.gradient_checkpointing=true"],
         ["train.lora={rank: 4}", "train.learning_rate=5e-3"],
         ["train.learned_scales=true", STATIC],
     ],
-    ids=["qat", "qad", "awq", "kv", "lora", "learned"],
+    ids=["qat", "qad", "awq", "svdquant", "kv", "lora", "learned"],
 )
 def test_the_checkpoint_answers_as_memory_did_and_as_it_was_validated(
     folder: Path, changes: list[str], monkeypatch: pytest.MonkeyPatch
