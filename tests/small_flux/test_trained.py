@@ -150,9 +150,12 @@ def test_what_qad_wins_back_is_measured_on_what_is_read_back(model: Path, tmp_pa
     first, result = measure(tmp_path, model, [1, 2], 4, "cpu", short)
     assert first["rows"] == result["rows"][:-1]
     names = [row["name"] for row in result["rows"]]
-    assert names == ["BF16", "FP8", "NVFP4 PTQ", "NVFP4 QAD, seed 1", "NVFP4 QAD, seed 2"]
+    assert names == [
+        "BF16", "FP8", "NVFP4 PTQ", "NVFP4 SVDQuant PTQ", "NVFP4 QAD, seed 1", "NVFP4 QAD, seed 2",
+    ]  # fmt: skip
     assert all(0 < row["psnr"] < 100 for row in result["rows"][1:])
-    assert result["rows"][3]["psnr"] != result["rows"][4]["psnr"]
+    assert result["rows"][4]["psnr"] != result["rows"][5]["psnr"]
+    assert list(result["recovered"]) == names[3:]
     assert report(result).count("| NVFP4 QAD, seed") == 2
     *_, again = measure(tmp_path, model, [1, 2], 4, "cpu", short)
     assert [{**row, "seconds": 0} for row in again["rows"]] == [{**row, "seconds": 0} for row in result["rows"]]
@@ -164,6 +167,11 @@ def test_what_is_won_back_is_a_share_of_what_was_lost() -> None:
     assert won.fulfilment == pytest.approx(0.5)
     assert won.psnr == pytest.approx(0.5, abs=1e-4)
     assert recovered(original, ptq, ptq).psnr == 0
-    rows = [{"fulfilment": 0.5, "psnr": 0.4}, {"fulfilment": 0.7, "psnr": 0.6}]
+    rows = {
+        "NVFP4 SVDQuant PTQ": {"fulfilment": 0.0, "psnr": 0.3},
+        "NVFP4 QAD, seed 1": {"fulfilment": 0.5, "psnr": 0.4},
+        "NVFP4 QAD, seed 2": {"fulfilment": 0.7, "psnr": 0.6},
+    }
     assert mean({"recovered": rows}, "fulfilment") == pytest.approx(0.6)
-    assert mean({"recovered": [{"fulfilment": None}]}, "fulfilment") is None
+    rows["NVFP4 QAD, seed 2"] = {"fulfilment": None, "psnr": 0.6}
+    assert mean({"recovered": rows}, "fulfilment") is None
