@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -202,7 +202,7 @@ def share_scales(model: PreTrainedModel) -> None:
             upstream._fuse_qkv_linears_diffusion(model, strict=True)
         else:
             upstream.requantize_resmooth_fused_llm_layers(model)
-        for module in model.modules():
+        for module in cast(Any, model).modules():
             if getattr(getattr(module, "weight_quantizer", None), "svdquant_lora_a", None) is not None:
                 # ModelOpt leaves siblings views of one tensor, which cannot be saved one by one.
                 module.weight.data = module.weight.data.clone(memory_format=torch.contiguous_format)
