@@ -85,6 +85,7 @@ def kill() -> None:
 
 def interrupted(stage: Callable[[], None]) -> None:
     """At the moment of `stage`, Ctrl-C in place of kill -9."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     globals()["kill"] = lambda: os.kill(os.getpid(), signal.SIGINT)
     stage()
 
