@@ -20,7 +20,6 @@ VERDICTS = (0, 1, 3, 4)
 SWEEP_STEPS = 150
 
 Pool = Literal["train", "score"]
-CONTINUED = Path("texts/continued.jsonl")
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,16 @@ def jobs(options: Options) -> list[Job]:
         *(str(path) for path in (MODELS["smollm2-135m"], options.data, MODELS["inhouse-135m"])),
         *options.inhouse,
     ]
-    more = [sys.executable, str(TESTS / "experiment_continuations.py"), str(MODELS["smollm2-135m"]), "texts"]
+    going_on = [
+        sys.executable,
+        str(TESTS / "experiment_continuations.py"),
+        *(str(MODELS["smollm2-135m"]), "texts"),
+        *options.continuations,
+    ]
     first = [
         Job("inhouse", lambda _: making, MODELS["inhouse-135m"] / "config.json", "train"),
         Job("texts", lambda _: texts, Path("texts/answers.jsonl")),
-        Job("continuations", lambda _: [*more, *options.continuations], CONTINUED, "train", ("texts",)),
+        Job("continuations", lambda _: going_on, Path("texts/continued.jsonl"), "train", ("texts",)),
     ]
     sweeps = [_sweep(rate, options) for rate in options.rates] if len(options.rates) > 1 else []
     models = list(MODELS)

@@ -122,18 +122,18 @@ evaluate: {{tasks: [{{task: smoke}}], canary: null}}
 """
 
 
-@pytest.fixture(scope="module")
-def bytecode(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all processes keep what Python compiles."""
-    return tmp_path_factory.mktemp("bytecode")
+@pytest.fixture(autouse=True)
+def bytecode(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets all processes keep what Python compiles in one folder."""
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path_factory.getbasetemp() / "bytecode"))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "")
 
 
-def _measured(bytecode: Path, code: str, *arguments: Any) -> dict[str, float]:
+def _measured(code: str, *arguments: Any) -> dict[str, float]:
     os.sync()
     start = time.perf_counter()
     command = [sys.executable, "-c", code + MEASURE, *map(str, arguments)]
-    environment = os.environ | {"PYTHONPYCACHEPREFIX": str(bytecode), "PYTHONDONTWRITEBYTECODE": ""}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("MEASURED"))
     figures: dict[str, float] = json.loads(line.removeprefix("MEASURED "))
@@ -147,7 +147,7 @@ def _row(name: str, figures: dict[str, float]) -> str:
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
 @pytest.mark.parametrize("preset", ["NVFP4_DEFAULT_CFG", "FP8_DEFAULT_CFG"])
 def test_a_quantization_beside_the_plain_flow(
-    preset: str, device: str, tmp_path: Path, shaped: Callable[[str], Path], bytecode: Path
+    preset: str, device: str, tmp_path: Path, shaped: Callable[[str], Path]
 ) -> None:
     folder = shaped(device)
     batch = 8
@@ -159,9 +159,9 @@ def test_a_quantization_beside_the_plain_flow(
     plain, halfbyte = [], []
     for turn in range(TURNS):
         for size in sizes:
-            plain.append(_measured(bytecode, PLAIN, folder, tmp_path / f"plain-{turn}", device, preset, size, LENGTH))
+            plain.append(_measured(PLAIN, folder, tmp_path / f"plain-{turn}", device, preset, size, LENGTH))
             print(_row(f"plain, batch {size}", plain[-1]))
-        halfbyte.append(_measured(bytecode, OURS, tmp_path, device, f"ours-{turn}"))
+        halfbyte.append(_measured(OURS, tmp_path, device, f"ours-{turn}"))
         print(_row("halfbyte", halfbyte[-1]), flush=True)
     ours = min(halfbyte, key=itemgetter("wall"))
     best = min(figures["wall"] for figures in plain)

@@ -51,6 +51,8 @@ from halfbyte.records.run import RunFolder
 
 MODEL = Path(__file__).parent / "model"
 FP8, PTQ, SMOOTHED = "demo-image-fp8", "demo-image-nvfp4", "demo-image-nvfp4-svdquant"
+RECIPES = (f"{SMOOTHED}-qad", f"{PTQ}-qad")
+"""That train; the first unless another is asked for."""
 TRAINED = "NVFP4 QAD, seed "
 BATCH = 128
 """Images drawn together, and scored by one process."""
@@ -91,7 +93,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--device", default=None)
-    parser.add_argument("--recipe", default=f"{SMOOTHED}-qad", choices=[f"{SMOOTHED}-qad", f"{PTQ}-qad"])
+    parser.add_argument("--recipe", default=RECIPES[0], choices=RECIPES)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of the recipes")
     args = parser.parse_args()
     for result in measure(args.out, args.model, args.seeds, args.prompts, args.device, args.set, args.recipe):
@@ -107,7 +109,7 @@ def measure(
     count: int,
     device: str | None = None,
     overrides: list[str] | None = None,
-    recipe: str = f"{SMOOTHED}-qad",
+    recipe: str = RECIPES[0],
 ) -> Iterator[dict[str, Any]]:
     """Makes the checkpoints below `out` and measures them.
 
@@ -118,7 +120,7 @@ def measure(
         count: Prompts.
         device: None for a GPU where there is one.
         overrides: Of the recipes, as for --set; those of train are for QAD alone.
-        recipe: That trains.
+        recipe: One of RECIPES.
 
     Yields:
         What result.json holds, after each seed.
