@@ -57,6 +57,8 @@ class Job:
     codes: tuple[int, ...] = (0,)
     after: tuple[str, ...] = ()
     """Jobs that it waits for, however they end."""
+    steps: int = 0
+    """Of a training."""
 
 
 def run_names(model: str) -> tuple[list[str], list[str]]:
@@ -235,6 +237,7 @@ def _trained(model: str, method: str, seed: int, options: Options, sweeps: tuple
         "train",
         waits,
         after=sweeps if method == "qad" else (),
+        steps=options.steps,
     )
     scoring = Job(
         name,

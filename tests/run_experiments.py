@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -61,6 +62,8 @@ class Queue:
     """Jobs that were given up, with the reason."""
     tries: dict[str, int] = field(default_factory=dict)
     zero: float = field(default_factory=time.monotonic)
+    overlap: float = 0.0
+    """A training with no more seconds to go makes room: the next loads, calibrates and reads its texts meanwhile."""
 
     def step(self) -> bool:
         """Looks at what has ended and starts what can be; False when nothing is under way and nothing can be."""
@@ -96,8 +99,12 @@ class Queue:
 
     def _free(self, pool: str) -> str | None:
         busy = {gpu: [one for one in self.running if one.gpu == gpu] for gpu in self.gpus}
-        free = [gpu for gpu in self.gpus if sum(one.job.pool == pool for one in busy[gpu]) < self.room[pool]]
+        free = [gpu for gpu in self.gpus if sum(self._fills(one, pool) for one in busy[gpu]) < self.room[pool]]
         return min(free, key=lambda gpu: len(busy[gpu]), default=None)
+
+    def _fills(self, one: Running, pool: str) -> bool:
+        """Whether a job under way takes a place of its pool's room."""
+        return one.job.pool == pool and seconds_to_go(self.work, one.job) > self.overlap
 
     def _start(self, job: Job, gpu: str) -> None:
         if job.pool == "train" and shutil.disk_usage(self.work).free < DISK_FULL:
@@ -176,6 +183,20 @@ def read_times(work: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
+def seconds_to_go(work: Path, job: Job) -> float:
+    """Of a training under way, as its steps have gone so far; infinite before the first and for other jobs."""
+    path = work / job.done.parents[1] / "training/curves.jsonl" if job.steps else None
+    if path is None or not path.is_file():
+        return math.inf
+    # A line that is being written has no end yet.
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    taken = [(line["step"], line["seconds"]) for line in lines if "seconds" in line]
+    if not taken:
+        return math.inf
+    step, seconds = taken[-1]
+    return float(job.steps - step) * seconds / step
+
+
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -187,6 +208,9 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=60.0, help="seconds for the last reports, after that")
     parser.add_argument("--gpus", help="as CUDA_VISIBLE_DEVICES has them (0,1); by default all there are")
     parser.add_argument("--trainings", type=int, default=2, help="at once on a GPU")
+    parser.add_argument(
+        "--overlap", type=float, default=0.0, help="seconds before a training's end at which the next is started"
+    )
     parser.add_argument("--scorings", type=int, default=6, help="at once on a GPU")
     parser.add_argument("--limit", type=int, help="questions of each task")
     parser.add_argument("--mmlu", type=int, help="questions of each of MMLU's 57 subjects")
@@ -262,7 +286,8 @@ def main(given: Sequence[str] | None = None) -> int:
     gpus = arguments.gpus.split(",") if arguments.gpus else all_gpus()
     room = {"train": arguments.trainings, "score": arguments.scorings}
     threads = max(1, len(os.sched_getaffinity(0)) // (len(gpus) * sum(room.values())))
-    queue = Queue(chosen(jobs(options), arguments.only), work, gpus, room, threads, zero=started)
+    waiting = chosen(jobs(options), arguments.only)
+    queue = Queue(waiting, work, gpus, room, threads, zero=started, overlap=arguments.overlap)
     try:
         while queue.step() and time.monotonic() - started < arguments.until:
             time.sleep(0.2)

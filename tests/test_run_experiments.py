@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,30 @@ def test_what_is_ended_is_done_by_the_next_call_and_what_was_done_is_not(
     assert (tmp_path / "count").read_text() == "x"
     assert (tmp_path / "began").read_text() == "xx"
     assert [(row["name"], row["code"]) for row in read_times(tmp_path)] == [("quick", 0), ("slow", None), ("slow", 0)]
+
+
+@pytest.mark.parametrize(("overlap", "together"), [(5.0, True), (4.0, False)])
+def test_the_next_training_is_started_when_one_is_near_its_end(tmp_path: Path, overlap: float, together: bool) -> None:
+    (tmp_path / "logs").mkdir()
+    curves = tmp_path / "runs/first/training/curves.jsonl"
+    curves.parent.mkdir(parents=True)
+    wait = "import os, time\nwhile not os.path.exists('on'): time.sleep(.01)"
+    trainings = [
+        replace(job(name, wait), pool="train", steps=20, done=Path(f"runs/{name}/checkpoint/config.json"))
+        for name in ("first", "second")
+    ]
+    queue = Queue(trainings, tmp_path, [""], {"train": 1, "score": 1}, 1, overlap=overlap)
+    try:
+        queue.step()
+        assert [one.job.name for one in queue.running] == ["first"]
+        curves.write_text('{"step": 0}\n{"step": 9, "seconds": 4.5}\n')
+        queue.step()
+        assert [one.job.name for one in queue.running] == ["first"]
+        curves.write_text('{"step": 0}\n{"step": 10, "seconds": 5.0}\n{"step": 11, "sec')
+        queue.step()
+        assert [one.job.name for one in queue.running] == ["first", "second"][: 1 + together]
+    finally:
+        queue.end()
 
 
 def options(arguments: list[str]) -> Options:
