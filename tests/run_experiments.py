@@ -217,7 +217,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gsm8k", type=int, help="questions of GSM8K")
     parser.add_argument("--rates", default="1e-4,3e-4,6e-4", help="learning rates of QAD that are tried first")
     parser.add_argument("--qat-rate", default="5e-5")
-    parser.add_argument("--steps", type=int, default=450, help="of each training")
+    parser.add_argument("--steps", type=int, default=420, help="of each training")
     parser.add_argument(
         "--only",
         help="jobs with one of these in their name, as regular expressions, and what they need (inhouse-135m,texts)",
