@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,7 +113,7 @@ def _run_one(job: Job, folder: RunFolder, policy: Policy | None, args: Namespace
 
     recipe = job.recipe
     settings = recipe.evaluate
-    with folder.lock():
+    with folder.lock(), folder.restoring() if args.force else nullcontext():
         if args.force:
             produce.require_own_folder(job, folder, force=True)
         produce.claim(job, folder)

@@ -136,7 +136,8 @@ def make_in_folder(job: Job, folder: RunFolder, data_root: Path | None, *, force
     with folder.lock() if leads else contextlib.nullcontext():
         if force and leads:
             produce.require_own_folder(job, folder, force=True)
-        return make_checkpoint(job, folder, data_root)
+        with folder.restoring() if force and leads else contextlib.nullcontext():
+            return make_checkpoint(job, folder, data_root)
 
 
 def require_verified(folder: RunFolder, digest: str, job: Job) -> None:

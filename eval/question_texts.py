@@ -11,6 +11,7 @@ from halfbyte.eval.questions import Questions
 from halfbyte.recipes.data import data_root
 from halfbyte.recipes.schema import EvaluateSpec
 from halfbyte.recipes.texts import load_texts
+from halfbyte.records.training import FIDELITY
 
 ENOUGH = 10
 """Questions from which on words that all of them share are a template and not a question's own."""
@@ -40,7 +41,7 @@ def question_texts(settings: EvaluateSpec, root: Path | None) -> dict[str, dict[
     if settings.fidelity is not None:
         source = settings.fidelity.source
         texts = load_texts(source, data_root=root, whole=True).texts
-        found[f"fidelity: {source.dataset}"] = {str(at): text for at, text in enumerate(texts) if text.strip()}
+        found[f"{FIDELITY} {source.dataset}"] = {str(at): text for at, text in enumerate(texts) if text.strip()}
     return found
 
 

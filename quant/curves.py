@@ -101,11 +101,13 @@ class Curves(TrainerCallback):
             "validation_kl": None if kl is None else _number(kl),
         }
         self._write(line)
-        if not math.isfinite(loss) or (kl is not None and not math.isfinite(kl)):
-            raise Diverged(f"the validation loss is {loss} at step {step}")
+        for name, value in (("loss", loss), ("KL divergence", kl)):
+            if value is not None and not math.isfinite(value):
+                raise Diverged(f"the validation {name} is {value} at step {step}")
         self.validations.append(Validation(step=step, loss=loss, kl=kl))
         first = self.validations[0]
-        for name, value, start in (("loss", loss, first.loss), ("KL divergence", kl, first.kl)):
+        # Who learns texts leaves the original, and the further the more there is to learn.
+        for name, value, start in (("loss", loss, first.loss), ("KL divergence", kl, first.kl))[: 1 + self._is_kl]:
             if value is not None and start is not None and value > start + EXPLODED:
                 what = f"{value:.2f} at step {step}, after {start:.2f} before training"
                 raise Diverged(f"the validation {name} is {what}")
@@ -129,7 +131,11 @@ class Curves(TrainerCallback):
         if not self.validations:
             return None
         first = self.validations[0]
-        return first.kl if self.metric == "kl" else first.loss
+        return first.kl if self._is_kl else first.loss
+
+    @property
+    def _is_kl(self) -> bool:
+        return self.metric == "kl"
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.writes:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from halfbyte.records.digests import text_digest
 from halfbyte.records.errors import UserError
+from halfbyte.records.training import FIDELITY
 
 NGRAM = 13
 LEAST = 8
@@ -126,10 +127,12 @@ class Overlap:
         if not over:
             return
         name, task = max(over.items(), key=lambda item: item[1].share)
+        fidelity = name.startswith(FIDELITY)
+        without = "give evaluate.fidelity another source" if fidelity else "leave the task out of evaluate.tasks"
         raise UserError(
             f"the training texts hold {self.ngram} words in a row of {task.touched} of {task.checked} questions of "
             f"'{name}' ({task.share:.1%}, allowed {bound:.1%}), most in {self._worst_source(name)}",
-            "train on another source or split, leave the task out of evaluate.tasks, or raise train.max_overlap",
+            f"train on another source or split, {without}, or raise train.max_overlap",
         )
 
     def _worst_source(self, task: str) -> str | None:

@@ -170,7 +170,7 @@ def _prepare_pipeline(recipe: Recipe, where: torch.device, *, read_ahead: bool, 
 
 
 def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:
-    """Refuses an output folder that belongs to another recipe; with `force` what a run wrote there is removed.
+    """Refuses an output folder that belongs to another recipe; with `force` what a run wrote there is set aside.
 
     A recipe whose evaluate or gate block has changed is the same one: its checkpoint stays.
 
@@ -181,13 +181,12 @@ def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:
         return
     if not run.root.is_dir():
         raise UserError(f"{run.root} is a file", "choose another --output")
-    if {path.name for path in run.root.iterdir()} <= {".lock"}:
-        return
+    if {path.name for path in run.root.iterdir()} <= {".lock", run.recipe.name, run.replaced.name}:
+        return  # claimed, and nothing came of it
     if not run.recipe.is_file():
         raise UserError(f"{run.root} is not empty and no run wrote it", "choose another --output")
     if force:
-        for path in run.written():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        run.set_aside()
         return
     other = load_recipe(str(run.recipe))
     if other.name != job.recipe.name:
@@ -195,6 +194,8 @@ def require_own_folder(job: Job, run: RunFolder, *, force: bool) -> None:
             f"{run.root} belongs to recipe '{other.name}', not to '{job.recipe.name}'",
             "choose another --output, or --force to replace it",
         )
+    if not any(path.exists() for path in (run.manifest, run.checkpoint, run.training)):
+        return  # nothing that it would go on with; a calibration has a key of its own
     made = load_manifest(run.manifest).keys.get("checkpoint") if run.manifest.is_file() else job.key
     ours = job.recipe
     if (other.model, other.quantize, other.train) != (ours.model, ours.quantize, ours.train) or made != job.key:
@@ -230,6 +231,9 @@ def require_space(job: Job, run: RunFolder) -> None:
     kept = 0 if run.calibration.is_dir() and ptq.has_calibration(run.calibration, job.key) else _kept_bytes(job)
     trained = _training_bytes(job, run)
     needed = job.plan.exported_bytes + kept + trained
+    if free < needed and run.replaced.is_dir():  # no place for both
+        shutil.rmtree(run.replaced)
+        free = shutil.disk_usage(run.root).free
     if free < needed:
         share = f" ({kept / 1e9:.2f} of them for a while, to keep the calibration)" if kept else ""
         share += f" ({trained / 1e9:.2f} of them for checkpoints of the training)" if trained else ""
@@ -332,6 +336,7 @@ def produce(
         seconds=made.seconds,
     ).save(run.manifest)
     ptq.drop_weights(run.calibration)
+    shutil.rmtree(run.replaced, ignore_errors=True)
     return _summary(job, run)
 
 

@@ -312,10 +312,12 @@ def _run(trainer: QuantizedTrainer, curves: Curves, last: Saved | None) -> str |
             trainer.train(resume_from_checkpoint=str(last.folder) if last else None)
     except Diverged as error:
         if not curves.validations:
-            raise UserError(
-                f"the model is broken before training: {error}; nothing was exported",
-                "look at the original's weights, and at the recipe's quantize block and calibration texts",
-            ) from None
+            hint = "look at the original's weights, and at the recipe's quantize block and calibration texts"
+            if "KL divergence" in str(error):  # the student's own loss has been looked at before it
+                raise UserError(
+                    f"the teacher is broken: {error}; nothing was exported", "look at the teacher's weights"
+                ) from None
+            raise UserError(f"the model is broken before training: {error}; nothing was exported", hint) from None
         return f"diverged: {error}"
     finally:
         curves.close()

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub import save_torch_state_dict
 from modelopt.torch.quantization.plugins.transformers_trainer import QADTrainer, QATTrainer
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,7 +22,7 @@ from halfbyte.quant.teacher_logits import StoredLogits
 from halfbyte.quant.top_k import TopK, top_k_divergence
 from halfbyte.quant.training_rows import IGNORED
 from halfbyte.quant.whole import Checkpoints
-from halfbyte.records.errors import disk_full_is_a_user_error
+from halfbyte.records.errors import UserError, disk_full_is_a_user_error
 
 TRAINED_FILES = "trained{suffix}.safetensors"
 """What has been trained: the parameters that have a gradient, by name. The rest is the original's."""
@@ -275,4 +276,10 @@ def trained_tensors(folder: Path) -> Iterator[dict[str, Tensor]]:
     if is_sharded(folder):
         yield from sharded_tensors(folder)
     for path in sorted(folder.glob(TRAINED_FILES.format(suffix="*"))):
-        yield load_file(path)
+        try:
+            yield load_file(path)
+        except SafetensorError as error:
+            raise UserError(
+                f"{path} is damaged: {error}",
+                f"delete {folder}, and repeat the command: it goes on with the checkpoints that are left",
+            ) from None

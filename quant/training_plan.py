@@ -105,7 +105,8 @@ class TrainingPlan:
             parts = ((kind, getattr(self.memory, kind)) for kind in KINDS)
             shown = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in parts if size >= 5e6)
             total = f"{self.memory.total / 1e9:.2f} of {self.capacity / 1e9:.1f} GB at the peak"
-            lines.append(f"memory       {total}{'' if self.devices == 1 else ' on each device'}: {shown}")
+            each = "" if self.devices == 1 else " on each device"
+            lines.append(f"memory       {total}{each}{': ' if shown else ''}{shown}")
         lines.append(
             f"disk         {self.saved / 1e9:.2f} GB a checkpoint of the training, at most {most_kept(spec)} at once; "
             f"{self.exported / 1e9:.2f} GB exported"

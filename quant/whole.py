@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.records.errors import UserError
-from halfbyte.records.files import fsync_folder, read_json, replace_folder, sync_files, write_json
+from halfbyte.records.files import fsync_folder, read_json, remove, replace_folder, sync_files, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Checkpoints:
         for path in self.folder.iterdir():
             if path not in whole:
                 logger.info("%s is incomplete and is removed", path)
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)
 
     def found(self) -> list[Saved]:
         """The whole checkpoints, in the order of their steps.

@@ -152,7 +152,8 @@ def as_text(value: Any, source: TextSource, column: str) -> str:
         return ""
     if not isinstance(value, str):
         raise UserError(
-            f"column '{column}' of {label(source)} holds {type(value).__name__}, not text", "choose another"
+            f"column '{column}' of {label(source)} holds {type(value).__name__}, not text: {str(value)[:40]}",
+            "mend such rows or leave them out, or choose another column",
         )
     return value
 
@@ -161,7 +162,9 @@ def _content(path: Path) -> str:
     try:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"text file {path} does not exist") from None
+        raise UserError(
+            f"text file {path} does not exist", "it is looked for beside the recipe and in the current folder"
+        ) from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder, not a text file") from None
     except UnicodeDecodeError as error:
@@ -188,7 +191,15 @@ def _from_file(path: Path, source: TextSource, fields: Mapping[str, str] | None)
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number} is not JSON: {error}", "write one JSON object a line") from None
+            raise UserError(
+                f"{path}:{number} is not JSON: {error}",
+                "write one JSON object a line; a file that ends in .txt is read as plain text",
+            ) from None
+        if "\\ud" in line.lower() and not _is_unicode(row):
+            raise UserError(
+                f"{path}:{number} holds half of a surrogate pair (\\ud800 to \\udfff), which is no character",
+                "write the character itself, or leave the line out",
+            )
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number} is not a JSON object", 'write lines such as {"text": "..."}')
         columns = columns or _columns(source, fields, list(row))
@@ -197,6 +208,14 @@ def _from_file(path: Path, source: TextSource, fields: Mapping[str, str] | None)
                 raise UserError(f"{path}:{number} has no column '{column}'", f"its columns: {', '.join(row)}")
         rows.append(tuple(row[column] for column in columns))
     return columns, rows
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _from_hub(source: TextSource, fields: Mapping[str, str] | None, root: Path | None) -> _Rows:

@@ -61,6 +61,11 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
             fsync_folder(path.parent)
 
 
+def remove(path: Path) -> None:
+    """Removes a file, a link, or a folder with what is in it."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Writes UTF-8 text atomically; see write_bytes."""
     write_bytes(path, text.encode("utf-8"), durable=durable)

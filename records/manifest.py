@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from halfbyte.records.files import read_as, write_json
 
 PACKAGES = ("halfbyte", "torch", "nvidia-modelopt", "transformers", "lm-eval", "datasets", "diffusers", "accelerate")
+CALIBRATION = "calibration:"
+"""What the data of a calibration is called by."""
 
 
 def now() -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfbyte.records.errors import disk_full_is_a_user_error
-from halfbyte.records.files import hold
+from halfbyte.records.errors import UserError, disk_full_is_a_user_error
+from halfbyte.records.files import hold, remove
+
+logger = logging.getLogger(__name__)
 
 ENDINGS = (".partial", ".old")
 
@@ -86,6 +89,39 @@ class RunFolder:
         reports = ("report.md", "report.html", "model-card.md", "eval_results.yaml")
         names = {*files, *reports, *stages, *(f"{stage}{end}" for stage in stages for end in ENDINGS)}
         return sorted(path for path in self.root.iterdir() if path.name in names)
+
+    @property
+    def replaced(self) -> Path:
+        """What a run wrote here before a forced one, which is not done yet."""
+        return self.root / "replaced"
+
+    def set_aside(self) -> None:
+        """Moves what a run wrote here into `replaced`; what is there already came first and stays."""
+        first = not self.replaced.exists()
+        self.replaced.mkdir(exist_ok=True)
+        for path in self.written():
+            if first:
+                path.rename(self.replaced / path.name)
+            else:
+                remove(path)
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Where a user's mistake ends what replaces a run before it has trained or exported, the run is put back."""
+        try:
+            yield
+        except UserError:
+            came = [self.checkpoint, *self.training.glob("checkpoints/step-*"), *self.training.glob("training.json")]
+            if self.replaced.is_dir() and any(path.exists() for path in came):
+                logger.warning("what was in %s before is in %s until a run is done", self.root, self.replaced)
+            elif self.replaced.is_dir():
+                for path in self.written():
+                    remove(path)
+                for path in self.replaced.iterdir():
+                    path.rename(self.root / path.name)
+                self.replaced.rmdir()
+                logger.warning("nothing was replaced: what was in %s is there again", self.root)
+            raise
 
     @contextmanager
     def lock(self) -> Iterator[None]:

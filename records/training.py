@@ -14,6 +14,8 @@ from halfbyte.records.files import read_as, write_json
 
 TRAINING_FILE = "training.json"
 CURVES_FILE = "curves.jsonl"
+FIDELITY = "fidelity:"
+"""What the texts that fidelity is measured on are called by, where overlap counts them as a task."""
 
 
 class _Strict(BaseModel):

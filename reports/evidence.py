@@ -144,7 +144,15 @@ def run_folders(folder: RunFolder) -> tuple[Path, Path]:
     manifest = load_manifest(folder.manifest)
     if manifest.checkpoint_digest is None:
         raise UserError(f"{folder.root} has no checkpoint yet", "run the recipe again; it goes on where it stopped")
-    return folder.evaluations(manifest.model_digest), folder.evaluations(manifest.checkpoint_digest)
+    found = folder.evaluations(manifest.model_digest), folder.evaluations(manifest.checkpoint_digest)
+    if not found[1].is_dir():
+        broken = [load_canary(path.parent) for path in folder.canary(manifest.checkpoint_digest).rglob(CANARY_FILE)]
+        failure = next((f": {one.failure}" for one in broken if one.failure), "")
+        raise UserError(
+            f"{folder.root} was not evaluated{failure}",
+            "leave it out" if failure else "run the recipe again; it goes on where it stopped",
+        )
+    return found
 
 
 def find_evidence(baseline: Path, candidate: Path) -> Evidence:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from halfbyte.records.errors import UserError
+from halfbyte.records.manifest import CALIBRATION
 from halfbyte.reports.bootstrap import ratio_interval
 from halfbyte.reports.compare import Folders, record_folders
 from halfbyte.reports.comparison import (
@@ -147,13 +149,27 @@ def with_gains(comparisons: Sequence[Comparison], folders: Sequence[Folders]) ->
             for place, other in enumerate(comparisons)
             if other.training is None and other.candidate.format == one.candidate.format
         ]
-        if one.training is None or len(plain) != 1:
-            found.append(one)
+        began = [place for place in plain if _same_calibration(comparisons[place].manifest, one.manifest)]
+        if one.training is None or len(began) != 1:
+            note = f"{one.label} was calibrated on other texts than PTQ, and is not shown beside it"
+            apart = one.training is not None and bool(plain) and not began
+            found.append(one.model_copy(update={"notes": [*one.notes, note]}) if apart else one)
         else:
+            plain = began
             ptq = comparisons[plain[0]]
             gains = {"gains": _gains(one, folders[plain[0]], theirs), "fidelity_gain": _fidelity_gain(ptq, one)}
             found.append(one.model_copy(update=gains))
     return found
+
+
+def _same_calibration(ptq: dict[str, Any] | None, trained: dict[str, Any] | None) -> bool:
+    """Whether a training can have begun at this PTQ: by the texts of calibration; True where nothing says otherwise."""
+    if ptq is None or trained is None:
+        return True
+    ours, theirs = (
+        {name: digest for name, digest in one["data"].items() if name.startswith(CALIBRATION)} for one in (ptq, trained)
+    )
+    return ours == theirs
 
 
 def _fidelity_gain(ptq: Comparison, trained: Comparison) -> FidelityGain | None:

@@ -175,6 +175,13 @@ def training_notes(one: Comparison) -> list[str]:
         notes.append(f"training {record.stopped}; exported is the last good step, {figures.count(record.best_step)}")
     if record.best_step == 0:
         notes.append("training made nothing better by its validation, so that what is exported is PTQ")
+    name, before, after = (
+        ("KL divergence", record.start.kl, record.best.kl)
+        if record.method == "qad"
+        else ("loss", record.start.loss, record.best.loss)
+    )
+    if record.best_step and before is not None and after is not None and after >= before:
+        notes.append(f"training has made its validation {name} worse: {before:.4f} before, {after:.4f} after")
     if record.overlap is not None and record.overlap.found:
         notes.append(
             f"{figures.count(record.overlap.found)} of {figures.count(record.overlap.questions)} evaluation questions "

@@ -91,6 +91,30 @@ def test_another_learning_rate_does_not_go_on_in_the_same_folder(
     assert main([*changed, "--device", "cpu", "--quiet", "--force"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train.lora={targets: [nope]}", "match no linear"),
+        ("train.learned_scales=true", "static block scales"),
+        ("train.sources=[{dataset: recipe/texts.txt}]", "words in a row of"),
+    ],
+)
+def test_a_mistake_with_force_loses_nothing_and_a_folder_where_nothing_came_of_it_is_free(
+    recipe: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    command = ["train", str(recipe), "--device", "cpu", "--quiet"]
+    assert main(command) == 0
+    files = {path for path in Path("runs/tiny-nvfp4").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert message in refusal([*command, "--force", "--set", change], capsys)
+    assert {path for path in Path("runs/tiny-nvfp4").rglob("*") if path.is_file()} == files
+    assert main(command) == 0
+    capsys.readouterr()
+    elsewhere = ["--output", "new"]
+    assert message in refusal([*command, *elsewhere, "--set", change], capsys)
+    assert main([*command, *elsewhere]) == 0
+
+
 def test_a_training_that_diverges_is_one_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["--set", "train.learning_rate=100.0", "--set", "train.max_steps=40"]
     line = refusal(["train", str(recipe), *changes], capsys)

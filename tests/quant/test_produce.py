@@ -27,12 +27,34 @@ def job(tmp_path: Path, tiny_model_folder: Path, cache: Path) -> Any:  # noqa: A
     return produce.prepare(load_recipe(str(write_recipe(tmp_path / "recipe", tiny_model_folder))), "cpu")
 
 
-def test_force_removes_what_a_run_wrote_and_nothing_else(job: Any, tmp_path: Path) -> None:
+def test_force_sets_aside_what_a_run_wrote_and_nothing_else_until_there_is_a_checkpoint(
+    job: Any, tmp_path: Path
+) -> None:
     run = RunFolder(tmp_path / "run")
     produce.produce(job, run)
     (run.root / "notes.txt").write_text("mine")
+    for _ in range(2):  # the second time as after a kill
+        produce.require_own_folder(job, run, force=True)
+        assert sorted(path.name for path in run.root.iterdir()) == ["notes.txt", "replaced"]
+        assert (run.replaced / "checkpoint" / "config.json").is_file()
+        produce.claim(job, run)
+    produce.produce(job, run)
+    assert not run.replaced.exists()
+
+
+def test_a_disk_without_place_for_both_has_the_new_one(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    produce.produce(job, run)
     produce.require_own_folder(job, run, force=True)
-    assert [path.name for path in run.root.iterdir()] == ["notes.txt"]
+    monkeypatch.setattr(
+        "halfbyte.quant.produce.shutil.disk_usage",
+        lambda _: SimpleNamespace(free=0 if run.replaced.exists() else 10**12),
+    )
+    produce.produce(job, run)
+    assert not run.replaced.exists()
+    assert run.checkpoint.is_dir()
 
 
 def test_force_refuses_a_folder_that_no_run_wrote(job: Any, tmp_path: Path) -> None:

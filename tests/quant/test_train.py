@@ -14,6 +14,7 @@ from training import write_training
 
 from halfbyte.quant import produce, ptq, train
 from halfbyte.quant.batches import Held, collate
+from halfbyte.quant.curves import Curves, Diverged
 from halfbyte.quant.load import load
 from halfbyte.quant.models import open_tokenizer
 from halfbyte.quant.trainer import divergence
@@ -356,6 +357,49 @@ def test_a_training_goes_on_only_with_the_rows_and_processes_it_began_with(folde
         path.write_text(json.dumps(facts | {"began": facts["began"] | {name: 2}}))
     with pytest.raises(UserError, match=f"is of a training with other {name}: 2, and now"):
         produce.produce(job_of(folder), run)
+
+
+def test_a_damaged_checkpoint_of_a_training_is_named_and_those_that_are_left_go_on(folder: Path) -> None:
+    run, job = RunFolder(folder / "run"), job_of(folder, "train.validation={share: 0.2, every: 2, keep: 9}")
+    produce.produce(job, run)
+    best = run.training / "checkpoints" / f"step-{load_training(run.training).best_step}"
+    shutil.rmtree(run.checkpoint)
+    weights = best / "trained.safetensors"
+    weights.write_bytes(b"\0" * 64 + weights.read_bytes()[64:])
+    with pytest.raises(UserError, match=r"trained.safetensors is damaged: .*delete .*step-"):
+        produce.produce(job, run)
+    shutil.rmtree(best)
+    (run.training / "training.json").unlink()
+    produce.produce(job, run)
+    assert run.checkpoint.is_dir()
+
+
+def test_a_qat_that_leaves_the_original_has_not_diverged(tmp_path: Path) -> None:
+    def watched(metric: str) -> Curves:
+        curves = Curves(tmp_path, SimpleNamespace(tokens=lambda step: step), 4, resumed=0, metric=metric)  # type: ignore[arg-type]
+        curves.validated(0, 6.3, 0.05)
+        return curves
+
+    watched("loss").validated(2, 1.6, 3.5)
+    with pytest.raises(Diverged, match=r"the validation loss is 8.40 at step 2, after 6.30"):
+        watched("loss").validated(2, 8.4, 0.1)
+    with pytest.raises(Diverged, match=r"the validation KL divergence is 3.50 at step 2, after 0.05"):
+        watched("kl").validated(2, 6.3, 3.5)
+    with pytest.raises(Diverged, match="the validation KL divergence is nan at step 2"):
+        watched("loss").validated(2, 6.3, float("nan"))
+
+
+def test_a_teacher_whose_weights_are_no_numbers_is_told_so(
+    folder: Path, llama_factory: Any, tiny_tokenizer: Any
+) -> None:
+    model = llama_factory()
+    with torch.no_grad():
+        model.lm_head.weight[5, 3] = float("nan")
+    model.save_pretrained(folder / "teacher")
+    tiny_tokenizer.save_pretrained(folder / "teacher")
+    job = job_of(folder, f"train.teacher={{model: {{id: {folder / 'teacher'}}}}}")
+    with pytest.raises(UserError, match="the teacher is broken: the validation KL divergence is nan at step 0"):
+        produce.produce(job, RunFolder(folder / "run"))
 
 
 def test_a_model_that_is_broken_before_training_is_told_so(

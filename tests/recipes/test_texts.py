@@ -73,6 +73,7 @@ def test_the_column_is_found_or_named(tmp_path: Path) -> None:
         ("empty.jsonl", b"\n\n", "is empty"),
         ("blank.jsonl", b'{"text": "  "}\n', "holds no text"),
         ("latin.txt", "größe".encode("latin-1"), "not UTF-8: byte 2 is 0xf6"),
+        ("half.jsonl", b'{"text": "a"}\n{"text": "\\ud800 b"}\n', r"half.jsonl:2 holds half of a surrogate pair"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "broken.jsonl:2 is not JSON"),
         ("list.jsonl", b'["a"]\n', "list.jsonl:1 is not a JSON object"),
         ("number.jsonl", b'{"text": 3}\n', "holds int, not text"),

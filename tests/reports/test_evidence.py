@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,20 @@ def test_a_run_without_a_checkpoint_cannot_be_reported(run_folder: RunFolder) ->
     content = json.loads(run_folder.manifest.read_text(encoding="utf-8")) | {"checkpoint_digest": None}
     run_folder.manifest.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(UserError, match="no checkpoint yet"):
+        run_folders(run_folder)
+
+
+def test_a_run_that_was_not_evaluated_says_why(run_folder: RunFolder) -> None:
+    _, theirs = run_folders(run_folder)
+    shutil.rmtree(theirs)
+    with pytest.raises(UserError, match=r"was not evaluated \(run the recipe again"):
+        run_folders(run_folder)
+    record = CanaryRecord(
+        created="2026-11-01T00:00:00+00:00", key="k", baseline_digest=model().digest, candidate=model("NVFP4"),
+        max_kl=2.0, kl=None, rows=[], failure="16 of 16 prompts have logits that are no numbers",
+    )  # fmt: skip
+    record.save(run_folder.canary(model("NVFP4").digest))
+    with pytest.raises(UserError, match=r"was not evaluated: 16 of 16 prompts .* \(leave it out\)"):
         run_folders(run_folder)
 
 

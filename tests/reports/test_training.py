@@ -15,6 +15,7 @@ from record_factory import fidelity, flipped, model, write_run, write_training
 
 from halfbyte.main import main
 from halfbyte.records.errors import UserError
+from halfbyte.records.manifest import load_manifest
 from halfbyte.records.record import ModelSummary
 from halfbyte.records.training import CURVES_FILE, OverlapFound
 from halfbyte.reports import figures
@@ -198,6 +199,33 @@ def test_training_that_made_nothing_better_exports_ptq_and_is_no_second_candidat
     assert "training made nothing better by its validation, so that what is exported is PTQ" in text
     assert "training diverged: the loss was no number at step 12" in text
     assert [one.says for one in found[1].gains] == ["no difference shown"]
+
+
+@pytest.mark.parametrize(("method", "name"), [("qad", "KL divergence"), ("qat", "loss")])
+def test_training_that_made_its_validation_worse_says_so(tmp_path: Path, cache: Path, method: Any, name: str) -> None:  # noqa: ARG001
+    run = write_run(tmp_path / "run", scores(200), of=summary("same"), baseline_values=BASELINE, task="mmlu")
+    record = write_training(run.training, method)
+    assert "has made its validation" not in render_text(reported([run.root]))
+    worse = record.start.model_dump(exclude={"step"})
+    record.model_copy(update={"best": record.best.model_copy(update=worse)}).save(run.training)
+    text = " ".join(render_text(reported([run.root])).split())
+    assert f"training has made its validation {name} worse: " in text
+
+
+def test_ptq_of_another_calibration_is_not_where_training_began(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    for name, values in (("ptq", scores(200)), ("qad", scores(60))):
+        run = write_run(tmp_path / name, values, of=summary(name), baseline_values=BASELINE, task="mmlu")
+        manifest = load_manifest(run.manifest)
+        manifest.data = {"calibration: texts.txt": "one", **({"training: more.txt": "two"} if name == "qad" else {})}
+        manifest.save(run.manifest)
+    write_training(run.training)
+    runs = [tmp_path / "ptq", tmp_path / "qad"]
+    assert reported(runs)[1].gains
+    manifest.data = {"calibration: texts.txt": "other"}
+    manifest.save(run.manifest)
+    found = reported(runs)
+    assert found[1].gains == []
+    assert "was calibrated on other texts than PTQ, and is not shown beside it" in " ".join(render_text(found).split())
 
 
 def test_records_of_the_baseline_in_a_run_are_of_no_training(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
