@@ -16,7 +16,7 @@ from halfbyte.quant.batches import InOrder
 from halfbyte.records.errors import UserError, disk_full_is_a_user_error
 from halfbyte.records.files import write_text
 from halfbyte.records.progress import progress_bar
-from halfbyte.records.training import CURVES_FILE, Validation
+from halfbyte.records.training import CURVES_FILE, MEASURES, Validation
 
 EXPLODED = 2.0
 """Nats a token by which a loss may rise above its start: the perplexity is 7 times as high by then."""
@@ -26,6 +26,10 @@ RECENT = 8
 
 class Diverged(Exception):
     """Training has left what can be learned from; the message says what happened at which step."""
+
+
+class TeacherBroken(Diverged):
+    """The KL divergence is no number, and the loss of the model that learns is one."""
 
 
 class Curves(TrainerCallback):
@@ -101,16 +105,18 @@ class Curves(TrainerCallback):
             "validation_kl": None if kl is None else _number(kl),
         }
         self._write(line)
-        for name, value in (("loss", loss), ("KL divergence", kl)):
-            if value is not None and not math.isfinite(value):
-                raise Diverged(f"the validation {name} is {value} at step {step}")
-        self.validations.append(Validation(step=step, loss=loss, kl=kl))
-        first = self.validations[0]
+        if not math.isfinite(loss):
+            raise Diverged(f"the validation loss is {loss} at step {step}")
+        if kl is not None and not math.isfinite(kl):
+            raise TeacherBroken(f"the validation {MEASURES['kl']} is {kl} at step {step}")
+        found = Validation(step=step, loss=loss, kl=kl)
+        self.validations.append(found)
         # Who learns texts leaves the original, and the further the more there is to learn.
-        for name, value, start in (("loss", loss, first.loss), ("KL divergence", kl, first.kl))[: 1 + self._is_kl]:
+        for metric in dict.fromkeys(("loss", self.metric)):
+            value, start = found.value(metric), self.validations[0].value(metric)
             if value is not None and start is not None and value > start + EXPLODED:
                 what = f"{value:.2f} at step {step}, after {start:.2f} before training"
-                raise Diverged(f"the validation {name} is {what}")
+                raise Diverged(f"the validation {MEASURES[metric]} is {what}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """The last step is done."""
@@ -128,14 +134,7 @@ class Curves(TrainerCallback):
                 os.fsync(file.fileno())
 
     def _start(self) -> float | None:
-        if not self.validations:
-            return None
-        first = self.validations[0]
-        return first.kl if self._is_kl else first.loss
-
-    @property
-    def _is_kl(self) -> bool:
-        return self.metric == "kl"
+        return self.validations[0].value(self.metric) if self.validations else None
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.writes:

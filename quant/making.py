@@ -33,7 +33,7 @@ from halfbyte.quant.training_texts import Examples, Sampled, training_examples
 from halfbyte.recipes.texts import load_texts
 from halfbyte.recipes.training import TeacherSpec, TrainSpec
 from halfbyte.records.digests import value_digest
-from halfbyte.records.manifest import CALIBRATION
+from halfbyte.records.manifest import calibration_name
 from halfbyte.records.run import RunFolder
 from halfbyte.records.training import OverlapFound
 
@@ -111,7 +111,7 @@ class Making:
         for entry in spec.sources:
             found = load_texts(entry, seed=spec.seed, data_root=self.data_root)
             texts += found.texts
-            data[" ".join(filter(None, [CALIBRATION, entry.dataset, entry.name, entry.split]))] = found.digest
+            data[calibration_name(entry.dataset, entry.name, entry.split)] = found.digest
         return calibration.tokenize(texts, self.tokenizer, spec.length), data
 
     def ready(self, questions: Questions | None) -> PreTrainedModel:

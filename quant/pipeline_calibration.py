@@ -24,7 +24,7 @@ from halfbyte.recipes.prompts import Prompt, load_prompts, prompts_digest, shown
 from halfbyte.recipes.schema import CalibrationSpec, TextSource
 from halfbyte.recipes.texts import load_texts
 from halfbyte.records.errors import UserError
-from halfbyte.records.manifest import CALIBRATION
+from halfbyte.records.manifest import calibration_name
 from halfbyte.records.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def calibration_prompts(
             texts = load_texts(entry, seed=spec.seed, data_root=data_root).texts
             found = [Prompt(text.strip(), number) for number, text in enumerate(texts, start=1)]
         prompts += found
-        data[" ".join(filter(None, [CALIBRATION, entry.dataset, entry.name, entry.split]))] = prompts_digest(found)
+        data[calibration_name(entry.dataset, entry.name, entry.split)] = prompts_digest(found)
     lacking = [one for one in prompts if control and one.control is None]
     if lacking:
         raise UserError(

@@ -303,9 +303,8 @@ def produce(
     if processes.leads:
         claim(job, run)
     if has_checkpoint(job, run) and load_manifest(run.manifest).checkpoint_digest == model_digest(run.checkpoint):
-        ptq.drop_weights(run.calibration)
         logger.info("checkpoint: done already")
-        return _summary(job, run)
+        return _done(job, run)
     require_space(job, run)
     own = torch_dtype(job.recipe.model.dtype)
     draws = isinstance(job.source, PipelineSource)
@@ -335,11 +334,13 @@ def produce(
         keys={"checkpoint": job.key},
         seconds=made.seconds,
     ).save(run.manifest)
+    return _done(job, run)
+
+
+def _done(job: Job, run: RunFolder) -> ModelSummary:
+    """Removes what was kept until there is a checkpoint, and weighs it."""
     ptq.drop_weights(run.calibration)
-    shutil.rmtree(run.replaced, ignore_errors=True)
-    return _summary(job, run)
-
-
-def _summary(job: Job, run: RunFolder) -> ModelSummary:
+    if run.replaced.is_dir():
+        shutil.rmtree(run.replaced)
     weigh = summarize_pipeline if isinstance(job.source, PipelineSource) else summarize
     return weigh(run.checkpoint, job.recipe.name)

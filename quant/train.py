@@ -28,7 +28,7 @@ from halfbyte.recipes.training import TrainSpec
 from halfbyte.records.errors import UserError
 from halfbyte.records.manifest import hardware, now, package_versions
 from halfbyte.records.run import RunFolder
-from halfbyte.records.training import TRAINING_FILE, OverlapFound, TrainingRecord, Validation, load_training
+from halfbyte.records.training import MEASURES, TRAINING_FILE, OverlapFound, TrainingRecord, Validation, load_training
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -305,19 +305,18 @@ def _trainer(
 
 def _run(trainer: QuantizedTrainer, curves: Curves, last: Saved | None) -> str | None:
     """Trains to the end; what is recorded of a divergence, or None."""
-    from halfbyte.quant.curves import Diverged
+    from halfbyte.quant.curves import Diverged, TeacherBroken
 
     try:
         with quiet_upstream():
             trainer.train(resume_from_checkpoint=str(last.folder) if last else None)
     except Diverged as error:
         if not curves.validations:
+            what = "the model is broken before training"
             hint = "look at the original's weights, and at the recipe's quantize block and calibration texts"
-            if "KL divergence" in str(error):  # the student's own loss has been looked at before it
-                raise UserError(
-                    f"the teacher is broken: {error}; nothing was exported", "look at the teacher's weights"
-                ) from None
-            raise UserError(f"the model is broken before training: {error}; nothing was exported", hint) from None
+            if isinstance(error, TeacherBroken):
+                what, hint = "the teacher is broken", "look at the teacher's weights"
+            raise UserError(f"{what}: {error}; nothing was exported", hint) from None
         return f"diverged: {error}"
     finally:
         curves.close()
@@ -326,7 +325,7 @@ def _run(trainer: QuantizedTrainer, curves: Curves, last: Saved | None) -> str |
 
 def _out_of_patience(validations: Sequence[Validation], spec: TrainSpec) -> bool:
     """Whether the last so many validations were no better than one before: transformers' EarlyStoppingCallback."""
-    values = [one.kl if spec.metric == "kl" else one.loss for one in validations if one.step > 0]
+    values = [one.value(spec.metric) for one in validations if one.step > 0]
     known = [value for value in values if value is not None]
     if spec.validation.patience is None or not known:
         return False
@@ -373,8 +372,8 @@ def _diverged(record: TrainingRecord, run: RunFolder) -> UserError:
 
 
 def _tell(record: TrainingRecord, metric: str) -> None:
-    start, best = (one.kl if metric == "kl" else one.loss for one in (record.start, record.best))
-    name = "KL divergence" if metric == "kl" else "loss"
+    start, best = (one.value(metric) for one in (record.start, record.best))
+    name = MEASURES[metric]
     text = "training: validation %s %.4f before, %.4f at step %d, which is exported"
     logger.info(text, name, start, best, record.best_step)
     if start is not None and best is not None and best >= start:

@@ -20,6 +20,11 @@ CALIBRATION = "calibration:"
 """What the data of a calibration is called by."""
 
 
+def calibration_name(*source: str | None) -> str:
+    """What a manifest calls a source of calibration data, given its data set, configuration and split."""
+    return " ".join(filter(None, [CALIBRATION, *source]))
+
+
 def now() -> str:
     """The time in UTC to the second, ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")

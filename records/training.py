@@ -14,6 +14,8 @@ from halfbyte.records.files import read_as, write_json
 
 TRAINING_FILE = "training.json"
 CURVES_FILE = "curves.jsonl"
+MEASURES = {"loss": "loss", "kl": "KL divergence"}
+"""What a validation is judged by, as a recipe and as a reader calls it."""
 FIDELITY = "fidelity:"
 """What the texts that fidelity is measured on are called by, where overlap counts them as a task."""
 
@@ -31,6 +33,10 @@ class Validation(_Strict):
     """Mean cross-entropy of the labels, nats a token; of velocities the mean squared error, which has no unit."""
     kl: float | None = None
     """Mean KL divergence from the teacher, nats a token; None where there is no teacher."""
+
+    def value(self, metric: str) -> float | None:
+        """What it is judged by: metric is loss or kl."""
+        return self.kl if metric == "kl" else self.loss
 
 
 class OverlapFound(_Strict):

@@ -150,15 +150,14 @@ def with_gains(comparisons: Sequence[Comparison], folders: Sequence[Folders]) ->
             if other.training is None and other.candidate.format == one.candidate.format
         ]
         began = [place for place in plain if _same_calibration(comparisons[place].manifest, one.manifest)]
-        if one.training is None or len(began) != 1:
+        changes: dict[str, Any] = {}
+        if one.training is not None and len(began) == 1:
+            ptq, before = comparisons[began[0]], folders[began[0]]
+            changes = {"gains": _gains(one, before, theirs), "fidelity_gain": _fidelity_gain(ptq, one)}
+        elif one.training is not None and plain and not began:
             note = f"{one.label} was calibrated on other texts than PTQ, and is not shown beside it"
-            apart = one.training is not None and bool(plain) and not began
-            found.append(one.model_copy(update={"notes": [*one.notes, note]}) if apart else one)
-        else:
-            plain = began
-            ptq = comparisons[plain[0]]
-            gains = {"gains": _gains(one, folders[plain[0]], theirs), "fidelity_gain": _fidelity_gain(ptq, one)}
-            found.append(one.model_copy(update=gains))
+            changes = {"notes": [*one.notes, note]}
+        found.append(one.model_copy(update=changes) if changes else one)
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from halfbyte.records.errors import UserError
-from halfbyte.records.training import CURVES_FILE, TRAINING_FILE, TrainingRecord, load_training, read_curves
+from halfbyte.records.training import CURVES_FILE, MEASURES, TRAINING_FILE, TrainingRecord, load_training, read_curves
 from halfbyte.reports import figures
 from halfbyte.reports.comparison import Comparison, FidelityGain, Training
 from halfbyte.reports.flips import spread_out
@@ -175,13 +175,12 @@ def training_notes(one: Comparison) -> list[str]:
         notes.append(f"training {record.stopped}; exported is the last good step, {figures.count(record.best_step)}")
     if record.best_step == 0:
         notes.append("training made nothing better by its validation, so that what is exported is PTQ")
-    name, before, after = (
-        ("KL divergence", record.start.kl, record.best.kl)
-        if record.method == "qad"
-        else ("loss", record.start.loss, record.best.loss)
-    )
+    metric = "kl" if record.method == "qad" else "loss"
+    before, after = record.start.value(metric), record.best.value(metric)
     if record.best_step and before is not None and after is not None and after >= before:
-        notes.append(f"training has made its validation {name} worse: {before:.4f} before, {after:.4f} after")
+        notes.append(
+            f"training has made its validation {MEASURES[metric]} worse: {before:.4f} before, {after:.4f} after"
+        )
     if record.overlap is not None and record.overlap.found:
         notes.append(
             f"{figures.count(record.overlap.found)} of {figures.count(record.overlap.questions)} evaluation questions "

@@ -389,27 +389,24 @@ def test_a_qat_that_leaves_the_original_has_not_diverged(tmp_path: Path) -> None
         watched("loss").validated(2, 6.3, float("nan"))
 
 
-def test_a_teacher_whose_weights_are_no_numbers_is_told_so(
-    folder: Path, llama_factory: Any, tiny_tokenizer: Any
-) -> None:
+@pytest.fixture
+def broken(folder: Path, llama_factory: Any, tiny_model_folder: Path) -> Path:
+    """A model with one weight that is no number."""
     model = llama_factory()
     with torch.no_grad():
         model.lm_head.weight[5, 3] = float("nan")
-    model.save_pretrained(folder / "teacher")
-    tiny_tokenizer.save_pretrained(folder / "teacher")
-    job = job_of(folder, f"train.teacher={{model: {{id: {folder / 'teacher'}}}}}")
+    found = shutil.copytree(tiny_model_folder, folder / "broken")
+    model.save_pretrained(found)
+    return found
+
+
+def test_a_teacher_whose_weights_are_no_numbers_is_told_so(folder: Path, broken: Path) -> None:
+    job = job_of(folder, f"train.teacher={{model: {{id: {broken}}}}}")
     with pytest.raises(UserError, match="the teacher is broken: the validation KL divergence is nan at step 0"):
         produce.produce(job, RunFolder(folder / "run"))
 
 
-def test_a_model_that_is_broken_before_training_is_told_so(
-    folder: Path, llama_factory: Any, tiny_model_folder: Path
-) -> None:
-    model = llama_factory()
-    with torch.no_grad():
-        model.lm_head.weight[5, 3] = float("nan")
-    broken = shutil.copytree(tiny_model_folder, folder / "broken")
-    model.save_pretrained(broken)
+def test_a_model_that_is_broken_before_training_is_told_so(folder: Path, broken: Path) -> None:
     with pytest.raises(UserError, match="the model is broken before training: the validation loss is nan at step 0"):
         produce.produce(job_of(folder, f"model.id={broken}"), RunFolder(folder / "run"))
 

@@ -106,17 +106,17 @@ def test_of_several_fidelity_records_the_newest_is_reported(run_folder: RunFolde
     assert found.text == "newest"
 
 
+def fail_canary(run: RunFolder) -> None:
+    """Leaves the record of a canary that found the run's candidate broken."""
+    record = CanaryRecord(
+        created="2026-11-01T00:00:00+00:00", key="k", baseline_digest=model().digest, candidate=model("NVFP4"),
+        max_kl=2.0, kl=None, rows=[], failure="16 of 16 prompts have logits that are no numbers",
+    )  # fmt: skip
+    record.save(run.canary(model("NVFP4").digest))
+
+
 def test_a_failed_canary_in_the_run_folder_makes_the_gate_an_anomaly(run_folder: RunFolder) -> None:
-    CanaryRecord(
-        created="2026-11-01T00:00:00+00:00",
-        key="k",
-        baseline_digest=model().digest,
-        candidate=model("NVFP4"),
-        max_kl=2.0,
-        kl=None,
-        rows=[],
-        failure="16 of 16 prompts have logits that are no numbers",
-    ).save(run_folder.canary(model("NVFP4").digest))
+    fail_canary(run_folder)
     ours, theirs = run_folders(run_folder)
     assert main(["gate", str(ours), str(theirs), "--policy", "release"]) == 4
 
@@ -142,11 +142,7 @@ def test_a_run_that_was_not_evaluated_says_why(run_folder: RunFolder) -> None:
     shutil.rmtree(theirs)
     with pytest.raises(UserError, match=r"was not evaluated \(run the recipe again"):
         run_folders(run_folder)
-    record = CanaryRecord(
-        created="2026-11-01T00:00:00+00:00", key="k", baseline_digest=model().digest, candidate=model("NVFP4"),
-        max_kl=2.0, kl=None, rows=[], failure="16 of 16 prompts have logits that are no numbers",
-    )  # fmt: skip
-    record.save(run_folder.canary(model("NVFP4").digest))
+    fail_canary(run_folder)
     with pytest.raises(UserError, match=r"was not evaluated: 16 of 16 prompts .* \(leave it out\)"):
         run_folders(run_folder)
 
